@@ -16,13 +16,19 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._report import Goal, Report, make_table
+from benchmarks._report import Report, at_most, make_table
 from common.bus.bus import Bus
 from common.bus.streams import Cell
+from common.cancellation import running
+from common.peers.base_fetch import BaseFetch
+from common.peers.chain import Relay
+from common.peers.folder import NodeFolder
+from common.peers.holders import Holders
 from common.store.bases import push_base
 from common.store.objects import Objects
 from common.wire.messages import WorkerReport
 from common.worker.service import PHASES
+from common.worker.worker import worker_id
 from harness.bases import make_random_base
 from harness.proxy import Proxy
 from harness.redis_server import embedded_redis
@@ -33,8 +39,6 @@ STORE_BYTES_PER_S = 80_000_000
 STORE = f"s3://{BUCKET}/bases"
 WIDTH, FFN = 768, 3072
 LAYER_BYTES = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * FFN)
-TRIES = 2
-"""Starts of either kind; the fastest counts, for a machine may be busy."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -83,42 +87,65 @@ def make_base(folder: Path, num_bytes: int) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def slow_store(folder: Path, num_bytes: int) -> AsyncGenerator[tuple[str, dict[str, str]]]:
-    """A store with a base model of so many bytes: where it is, and the variables by which services find it. `folder`: for the base."""
+async def slow_store(
+    folder: Path, num_bytes: int, bytes_per_s: int = STORE_BYTES_PER_S
+) -> AsyncGenerator[tuple[str, S3Server, Proxy]]:
+    """A base model of so many bytes in a store that this process and its children find, and the proxy before it. `folder`: for the base."""
     base = await asyncio.to_thread(make_base, folder / "base", num_bytes)
     server = S3Server.start()
-    proxy = Proxy(server.port, bytes_per_s=STORE_BYTES_PER_S)
+    proxy = Proxy(server.port, bytes_per_s=bytes_per_s)
     await proxy.open()
-    os.environ |= environment(server.endpoint)
+    os.environ |= environment(server.endpoint) | {"MARLAAS_STORE_URL": STORE}
     try:
         where = await push_base(Objects.open(STORE), "bench", base, lambda _: None)
-        yield where, environment(proxy.endpoint) | {"MARLAAS_STORE_URL": STORE}
+        os.environ |= environment(proxy.endpoint)
+        yield where, server, proxy
     finally:
         await proxy.shut()
         server.stop()
 
 
-async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
+@contextlib.asynccontextmanager
+async def fetched(url: str, where: str, node_dir: Path, bytes_per_s: int | None) -> AsyncGenerator[None]:
+    """Has a base model in the node folder, and inside passes it on at this speed; None: to nobody, and all comes from the store."""
+    bus, objects = Bus.connect(url, CELL), Objects.open(os.environ["MARLAAS_STORE_URL"])
+    holders = Holders(bus, worker_id("rollout"), store_places=1)
+    relay = Relay(objects, NodeFolder(node_dir / "files", 0), holders, bytes_per_s=bytes_per_s)
+    await relay.open("127.0.0.1", 0)
+    async with running(relay.run()):
+        chain = relay if bytes_per_s else None
+        await BaseFetch(objects, node_dir, where, with_weights=True, relay=chain).run()
+        yield
+    await relay.close()
+    await bus.close()
+
+
+def settings(redis_url: str, where: str, node_dir: Path) -> dict[str, str]:
+    """A worker's environment."""
+    return {
+        "MARLAAS_REDIS_URL": redis_url,
+        "MARLAAS_BASE_MODELS": f"bench={where}",
+        "MARLAAS_CACHE_DIR": str(node_dir),
+        "MARLAAS_ROLLOUT_KV_BYTES": "100MB",
+    }
+
+
+async def measure(folder: Path, num_bytes: int, tries: int) -> tuple[Start, Start]:
     """The fastest start from the store, and from the node folder."""
     starts = list[tuple[Start, Start]]()
-    async with slow_store(folder, num_bytes) as (where, store):
+    async with slow_store(folder, num_bytes) as (where, _, _):
         with embedded_redis() as redis:
-            for number in range(TRIES):
-                variables = store | {
-                    "MARLAAS_REDIS_URL": redis.url,
-                    "MARLAAS_BASE_MODELS": f"bench={where}",
-                    "MARLAAS_CACHE_DIR": str(folder / str(number)),
-                    "MARLAAS_ROLLOUT_KV_BYTES": "100MB",
-                    "MARLAAS_ROLLOUT_SLOTS": "4",
-                }
+            for number in range(tries):
+                variables = settings(redis.url, where, folder / str(number)) | {"MARLAAS_ROLLOUT_SLOTS": "4"}
                 starts.append((await started(redis.url, variables), await started(redis.url, variables)))
-    first, second = zip(*starts, strict=True)
-    return min(first, key=lambda each: each.base_s), min(second, key=lambda each: each.base_s)
+    first, second = (min(each, key=lambda start: start.base_s) for each in zip(*starts, strict=True))
+    return first, second
 
 
-def bases_report(num_bytes: int) -> Report:
+def bases_report(num_bytes: int, tries: int) -> Report:
+    """`tries`: starts of either kind; the fastest counts, for a machine may be busy."""
     with tempfile.TemporaryDirectory() as folder:
-        first, second = asyncio.run(measure(Path(folder), num_bytes))
+        first, second = asyncio.run(measure(Path(folder), num_bytes, tries))
     rows = [
         *((f"{phase}, s", first.phases[phase], second.phases[phase]) for phase in PHASES),
         ("until it takes turns, s", first.whole_s, second.whole_s),
@@ -126,8 +153,6 @@ def bases_report(num_bytes: int) -> Report:
     table = make_table(
         f"A start with a base model of {num_bytes / 1e6:.0f} MB", ("", "from the store", "the next one"), rows
     )
-    goal = Goal(
-        "a node's next start against the store", second.base_s / first.base_s, 1 / 3, " x", more_is_better=False
-    )
+    goal = at_most("a node's next start against the store", second.base_s / first.base_s, 1 / 3, " x")
     figures = {"first": msgspec.structs.asdict(first), "second": msgspec.structs.asdict(second)}
     return Report([table], {"bases": figures}, [goal])

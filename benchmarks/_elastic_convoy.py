@@ -16,13 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._elastic_bases import CELL, STORE, make_base
-from benchmarks._report import Goal, Report, make_table
+from benchmarks._elastic_bases import CELL, settings, slow_store
+from benchmarks._report import Report, at_most, make_table
 from benchmarks.rollout import request
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
-from common.store.bases import push_base
-from common.store.objects import Objects
 from common.wire.messages import BASE, WorkerReport
 from harness.proxy import Proxy
 from harness.redis_server import embedded_redis
@@ -47,15 +45,8 @@ async def measure(folder: Path, where: str, server: S3Server, num: int, *, convo
             proxy = Proxy(server.port, bytes_per_s=BYTES_PER_S)
             await proxy.open()
             stack.push_async_callback(proxy.shut)
-            variables = environment(proxy.endpoint) | {
-                "MARLAAS_REDIS_URL": redis.url,
-                "MARLAAS_STORE_URL": STORE,
-                "MARLAAS_BASE_MODELS": f"bench={where}",
-                "MARLAAS_CACHE_DIR": str(folder / f"{convoys}-{number}"),
-                "MARLAAS_CONVOYS": str(convoys),
-                "MARLAAS_PEER_BYTES_PER_S": str(BYTES_PER_S),
-                "MARLAAS_ROLLOUT_KV_BYTES": "100MB",
-            }
+            variables = settings(redis.url, where, folder / f"{convoys}-{number}") | environment(proxy.endpoint)
+            variables |= {"MARLAAS_CONVOYS": str(convoys), "MARLAAS_PEER_BYTES_PER_S": str(BYTES_PER_S)}
             command = (sys.executable, "-m", "rollout_service")
             workers.append(await asyncio.create_subprocess_exec(*command, env={**os.environ, **variables}))
             stack.push_async_callback(workers[-1].wait)
@@ -82,14 +73,9 @@ async def first(bus: Bus, pids: list[int], begun_s: float, *, in_convoy: bool) -
 
 async def both(folder: Path, num: int, num_bytes: int) -> tuple[First, First]:
     """Alone, and as a convoy."""
-    base, server = await asyncio.to_thread(make_base, folder / "base", num_bytes), S3Server.start()
-    try:
-        os.environ |= environment(server.endpoint)
-        where = await push_base(Objects.open(STORE), "bench", base, lambda _: None)
+    async with slow_store(folder, num_bytes) as (where, server, _):
         alone = await measure(folder, where, server, num, convoys=0)
         return alone, await measure(folder, where, server, num, convoys=num)
-    finally:
-        server.stop()
 
 
 def convoy_report(num: int, num_bytes: int) -> Report:
@@ -105,6 +91,6 @@ def convoy_report(num: int, num_bytes: int) -> Report:
         rows,
     )
     share = convoy.token_s / alone.whole_s
-    goal = Goal("a convoy's first answer, of the load", share, 0.5, " x", more_is_better=False)
+    goal = at_most("a convoy's first answer, of the load", share, 0.5, " x")
     figures = {"alone": msgspec.structs.asdict(alone), "convoy": msgspec.structs.asdict(convoy)}
     return Report([table], {"convoys": figures}, [goal])

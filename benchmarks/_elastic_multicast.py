@@ -1,10 +1,8 @@
 """A base model for some workers at once, from others that have it: the part of `benchmarks.elastic` about multicast.
 
-    python -m benchmarks._elastic_multicast          this part alone
-
 The bar is the fewest rounds in which `sources` workers can bring K parts to n others, if each sends one part in a round: K +
 ⌈log2((n + sources) / sources)⌉ - 1. A worker sends `bytes_per_s`; the store, an S3 server behind a proxy, STORE_SPEED times that. Each
-worker is a process. With three arguments, REDIS FOLDER BASE, and BYTES_PER_S it is one: for a line with a name it fetches BASE as a
+worker is a process. With the arguments REDIS FOLDER BASE BYTES_PER_S it is one: for a line with a name it fetches BASE as a
 new machine of that name, answers when it has the whole folder, and at the next line forgets it.
 """
 
@@ -22,25 +20,14 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from benchmarks._elastic_bases import make_base
+from benchmarks._elastic_bases import STORE, fetched, slow_store
 from benchmarks._elastic_relay import LineWorker
-from benchmarks._report import Goal, Report, make_table, show
-from common.bus.bus import Bus
-from common.bus.streams import Cell
-from common.cancellation import running
-from common.peers.base_fetch import BaseFetch
-from common.peers.chain import Relay
-from common.peers.folder import NodeFolder
-from common.peers.holders import Holders
-from common.store.bases import push_base, read_base
+from benchmarks._report import Report, at_most, make_table
+from common.store.bases import read_base
 from common.store.objects import Objects
 from common.store.parts import StoredFile, part_bytes
-from harness.proxy import Proxy
 from harness.redis_server import embedded_redis
-from harness.s3_server import BUCKET, S3Server, environment
 
-CELL = Cell("bench")
-STORE = f"s3://{BUCKET}/bases"
 STORE_SPEED = 4
 JOINS_S = 0.05
 """Seconds between those who join the chain, where it matters who is in its middle."""
@@ -89,31 +76,24 @@ class Pool:
 
 async def measure(folder: Path, loaders: int, num_bytes: int, bytes_per_s: int) -> tuple[list[Multicast], float]:
     """For `loaders` and fewer from one source, for one less from two, and with a loss; and the copies that the store sent."""
-    base = await asyncio.to_thread(make_base, folder / "base", num_bytes)
-    server = S3Server.start()
-    proxy = Proxy(server.port, bytes_per_s=STORE_SPEED * bytes_per_s)
-    await proxy.open()
-    os.environ |= environment(server.endpoint)
-    objects, workers = Objects.open(STORE), list[LineWorker]()
-    try:
-        where = await push_base(objects, "bench", base, lambda _: None)
-        files = (await read_base(objects, where)).files
-        os.environ |= environment(proxy.endpoint)  # the workers'
-        with embedded_redis() as redis:
-            for number in range(1 + loaders):
-                given = ("benchmarks._elastic_multicast", redis.url, folder / str(number), where, bytes_per_s)
-                workers.append(await LineWorker.start(*given))
-            pool = Pool(workers, max(files.values(), key=lambda file: file.size), bytes_per_s)
-            await pool.fetch(0)
-            found = [await pool.multicast(each) for each in (loaders, *(n for n in (5, 3, 2) if n < loaders), 1)]
-            found.append(await pool.multicast(loaders - 1, sources=2))
-            await workers[1].answer("")
-            found.append(await pool.multicast(loaders, is_lost=True))
-        return found, proxy.num_bytes / sum(file.size for file in files.values())
-    finally:
-        await asyncio.gather(*(worker.kill() for worker in workers))
-        await proxy.shut()
-        server.stop()
+    workers = list[LineWorker]()
+    with embedded_redis() as redis:
+        async with slow_store(folder, num_bytes, STORE_SPEED * bytes_per_s) as (where, _, proxy):
+            files = (await read_base(Objects.open(STORE), where)).files
+            proxy.num_bytes = 0
+            try:
+                for number in range(1 + loaders):
+                    given = ("benchmarks._elastic_multicast", redis.url, folder / str(number), where, bytes_per_s)
+                    workers.append(await LineWorker.start(*given))
+                pool = Pool(workers, max(files.values(), key=lambda file: file.size), bytes_per_s)
+                await pool.fetch(0)
+                found = [await pool.multicast(each) for each in (loaders, *(n for n in (5, 3, 2) if n < loaders), 1)]
+                found.append(await pool.multicast(loaders - 1, sources=2))
+                await workers[1].answer("")
+                found.append(await pool.multicast(loaders, is_lost=True))
+                return found, proxy.num_bytes / sum(file.size for file in files.values())
+            finally:
+                await asyncio.gather(*(worker.kill() for worker in workers))
 
 
 def multicast_report(loaders: int, megabytes: int, copy_s: int) -> Report:
@@ -125,9 +105,9 @@ def multicast_report(loaders: int, megabytes: int, copy_s: int) -> Report:
     *whole, lost = found
     over, cost_s = max(each.seconds / each.bar_s for each in whole), lost.seconds - whole[0].seconds
     goals = [
-        Goal("a multicast over its bar", over, 1.15, " x", more_is_better=False),
-        Goal("the loss of a worker costs", cost_s, 2.5, " s", more_is_better=False),
-        Goal("copies out of the store, for all of them", copies, 1.1, "", more_is_better=False),
+        at_most("a multicast over its bar", over, 1.15, " x"),
+        at_most("the loss of a worker costs", cost_s, 2.5, " s"),
+        at_most("copies out of the store, for all of them", copies, 1.1),
     ]
     title = f"A base model of {num_bytes / 1e6:.0f} MB for workers at {bytes_per_s / 1e6:.0f} MB/s"
     table = make_table(title, ("loaders", "s", "bar, s", "ratio"), rows)
@@ -140,23 +120,14 @@ def multicast_report(loaders: int, megabytes: int, copy_s: int) -> Report:
 async def work(redis_url: str, folder: Path, where: str, bytes_per_s: int) -> None:
     os.nice(10)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    bus, objects = Bus.connect(redis_url, CELL), Objects.open(STORE)
     print("ready", flush=True)
     while name := (await asyncio.to_thread(sys.stdin.readline)).strip():
-        machine, holders = folder / name, Holders(bus, name, store_places=1)
-        relay = Relay(objects, NodeFolder(machine / "files", 0), holders, bytes_per_s=bytes_per_s)
-        await relay.open("127.0.0.1", 0)
-        async with running(relay.run()):
-            await BaseFetch(objects, machine, where, with_weights=True, relay=relay).run()
+        async with fetched(redis_url, where, folder / name, bytes_per_s):
             print(time.monotonic(), flush=True)
             await asyncio.to_thread(sys.stdin.readline)
-            await relay.close()
-        shutil.rmtree(machine)
+        shutil.rmtree(folder / name)
         print("forgotten", flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        show(multicast_report(7, 100, 5), None)
-    else:
-        asyncio.run(work(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+    asyncio.run(work(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])))

@@ -12,20 +12,17 @@ turns are in Redis as the owner would put there. A pool differs in two ways:
                          wanted: the owner's own `PoolSizer`, followed each half second
     where a base is      store: each worker reads the whole of it; chain: it has passed through one other; node: the folder has it
 
-A trace is lambdaScale's `Burst.txt`, one rate a line, of which a line is taken as a second and its peak as what fills four workers; or a
-CSV of Azure's with TIMESTAMP and GeneratedTokens, taken as it is. Its static pool has four workers all the time.
+Of a trace (`simulator.spikes.arrivals`) of rates the peak is taken as what fills four workers; one of requests is taken as it is. Its
+static pool has four workers all the time.
 """
 
 import asyncio
-import csv
 import math
-import os
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +31,7 @@ import msgspec
 from benchmarks._elastic_bases import STORE_BYTES_PER_S, slow_store
 from benchmarks._elastic_repack import BOUNDS, HELD_EVERY_S, SLOTS, Sizer, pool
 from benchmarks._paced_rollout import CELL, ROW_S, STEP_S
-from benchmarks._report import Goal, Report, make_table, parsed, parser, show
+from benchmarks._report import Goal, Report, joined, make_table, parsed, parser, show
 from benchmarks.rollout import request
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
@@ -44,6 +41,7 @@ from manager_service.owner.surroundings import PoolSizer
 from manager_service.records.cluster import Cluster, WantedWorkers
 from manager_service.scheduling.elastic import TARGET, WorkerRange, wanted
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
+from simulator.spikes.arrivals import read
 
 WARM_S, MINUTE_S, LIMIT_S = 10, 60, 240
 TOKENS = 40
@@ -79,19 +77,12 @@ def of_rates(rates: Sequence[float]) -> list[Arrival]:
 
 def of_trace(file: Path, seconds: int) -> list[Arrival]:
     """A trace's steepest minute, or fewer seconds."""
-    lines = [line for line in file.read_text().splitlines() if line]
-    if not lines[0].startswith("TIMESTAMP"):
-        rates = [float(line) for line in lines]
-        begin = steepest(rates, seconds)
-        most = max(rates[begin : begin + seconds])
-        return of_rates([rate * PEAK / most for rate in rates[begin : begin + seconds]])
-    rows = list(csv.DictReader(lines))
-    moments = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
-    times_s = [moment - moments[0] for moment in moments]
-    counts = Counter(map(int, times_s))
-    begin = steepest([counts[second] for second in range(max(counts) + 1)], seconds)
-    turns = zip(times_s, rows, strict=True)
-    return [Arrival(at - begin, int(row["GeneratedTokens"])) for at, row in turns if begin <= at < begin + seconds]
+    trace = read(file)
+    begin = steepest(trace.rates, seconds)
+    if trace.turns:
+        return [Arrival(at - begin, tokens) for at, _, tokens in trace.turns if begin <= at < begin + seconds]
+    rates = trace.rates[begin : begin + seconds]
+    return of_rates([rate * PEAK / max(rates) for rate in rates])
 
 
 def steepest(rates: Sequence[float], seconds: int) -> int:
@@ -257,8 +248,7 @@ async def measure(url: str, folder: Path, where: str, arrivals: Arrivals, conten
 async def compared(arrivals: Arrivals, num_bytes: int, contenders: Mapping[str, Contender]) -> dict[str, SpikeFigures]:
     found = dict[str, SpikeFigures]()
     with tempfile.TemporaryDirectory() as folder:
-        async with slow_store(Path(folder), num_bytes) as (where, store):
-            os.environ |= store
+        async with slow_store(Path(folder), num_bytes) as (where, _, _):
             for name, contender in contenders.items():
                 with embedded_redis() as server, tempfile.TemporaryDirectory() as own:
                     found[name] = await measure(server.url, Path(own), where, arrivals, contender)
@@ -287,12 +277,8 @@ def report(given: Any) -> Report:
     num_bytes, seconds = given.megabytes * 1_000_000, given.seconds
     if not given.traces:
         return spike_report(num_bytes, seconds)
-    tables, figures = list[Any](), dict[str, Any]()
-    for file in given.traces:
-        found = asyncio.run(compared(Arrivals(of_trace(file, seconds), 0.0), num_bytes, TRACE))
-        part = _report(f"{seconds} s of {file.name}", found)
-        tables, figures = [*tables, *part.tables], figures | part.figures
-    return Report(tables, figures)
+    cuts = {f"{seconds} s of {file.name}": Arrivals(of_trace(file, seconds), 0.0) for file in given.traces}
+    return joined([_report(name, asyncio.run(compared(cut, num_bytes, TRACE))) for name, cut in cuts.items()])
 
 
 if __name__ == "__main__":

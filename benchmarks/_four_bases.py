@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import Goal, Report, make_table
+from benchmarks._report import Goal, Report, at_most, make_table
 from benchmarks._sleeping_service import SERVICE
 from benchmarks.paper.agentic import LATENCY_S, SlowTool
 from benchmarks.paper.workloads import Workload
@@ -40,7 +40,6 @@ from simulator.pool.trace import JobShape, TraceJob
 BASES = ("a", "b", "c", "d")
 WITH_WEIGHTS = ("rollout", "trainer")
 JOBS_A_BASE, POOL, SLOTS = 2, 2, 128
-CALLS, TOOL_S = 2, 4
 LEAST_SAVED, MOST_SLOWDOWN, MOST_ERROR = 37.58, 1.1, 15
 """Percent of GPU-hours that PlexRL saves; times the step of own workers; percent of the makespan."""
 ENTRY_POINTS = {"slow_tool": f"{SlowTool.__module__}:{SlowTool.__name__}"}
@@ -112,12 +111,8 @@ def sleeping(counts: Mapping[str, int], environment: Mapping[str, str], *, own: 
 # ---- the simulator --------------------------------------------------------------------------------------------------
 
 
-async def traced(url: str, jobs: Jobs, ran: Sequence[Job]) -> list[TraceJob]:
-    """The jobs as the simulator takes them: what workers took for each, by their reports; the rest of its time is its tools'."""
-    return [await _traced(url, jobs, job) for job in ran]
-
-
-async def _traced(url: str, jobs: Jobs, job: Job) -> TraceJob:
+async def traced(url: str, jobs: Jobs, job: Job) -> TraceJob:
+    """A job as the simulator takes it: what workers took, by their reports; the rest of its time is its tools'."""
     bus = Bus.connect(url, Cell(job.base))
     entries = await bus.follow(bus.cell.telemetry, "0", block_ms=None, count=100_000)
     await bus.close()
@@ -129,9 +124,8 @@ async def _traced(url: str, jobs: Jobs, job: Job) -> TraceJob:
 
     rollout_s, train_s = map(step_s, WITH_WEIGHTS)
     tool_s = max(0.0, job.seconds / jobs.steps - rollout_s - train_s)
-    times = {"rollout_s": rollout_s, "train_s": train_s, "tool_s": tool_s}
-    about: dict[str, Any] = {"at_s": 0.0, "tenant": "t", "base": job.base, "shape": JobShape(1, 1), **times}
-    return TraceJob(**about, steps=jobs.steps, turns=jobs.calls + 1)
+    about: dict[str, Any] = {"at_s": 0.0, "tenant": "t", "base": job.base, "shape": JobShape(1, 1), "steps": jobs.steps}
+    return TraceJob(**about, rollout_s=rollout_s, train_s=train_s, tool_s=tool_s, turns=jobs.calls + 1)
 
 
 def switch_s(cluster: LocalCluster) -> float:
@@ -182,12 +176,13 @@ class Run:
         return name, self.makespan_s, self.step_s, self.worker_s, self.simulated_s
 
 
-async def with_tools(jobs: Jobs) -> tuple[Run, Run]:
+async def with_tools() -> tuple[Run, Run]:
     """On own workers, and on a pool of half as many."""
+    jobs = Jobs(6, 2, 4.0, {"batch_size": 1, "group_size": 4, "max_tokens": 16})
     bases = BASES * JOBS_A_BASE
     async with cluster(jobs, 1, services=partial(sleeping, own=True)) as (started, api):
         own = await jobs.run(api, bases)
-        known = await traced(started.redis_url, jobs, own)
+        known = [await traced(started.redis_url, jobs, job) for job in own]
     async with cluster(jobs, POOL, services=partial(sleeping, own=False)) as (started, api):
         await jobs.run(api, BASES, 1)  # loads them
         pooled = await jobs.run(api, bases)
@@ -195,37 +190,31 @@ async def with_tools(jobs: Jobs) -> tuple[Run, Run]:
     return Run(own, jobs.steps, len(BASES)), Run(pooled, jobs.steps, POOL, simulated)
 
 
-async def computed(jobs: Jobs) -> Run:
+async def computed() -> Run:
     """With real engines."""
+    jobs = Jobs(10, 0, 0.0, {"batch_size": 4, "group_size": 8, "max_tokens": 32})
     async with cluster(jobs, 1) as (started, api):
         await jobs.run(api, BASES, 1)  # loads them
         alone = [job for base in BASES for job in await jobs.run(api, [base])]
-        known = await traced(started.redis_url, jobs, alone)
+        known = [await traced(started.redis_url, jobs, job) for job in alone]
         return Run(await jobs.run(api, BASES), jobs.steps, 1, simulated_s(known, 1, switch_s(started)))
 
 
-def bases_report(steps: int, tool_s: float, computed_steps: int) -> Report:
-    """`computed_steps` 0: without real engines."""
-    waiting = Jobs(steps, CALLS, tool_s, {"batch_size": 1, "group_size": 4, "max_tokens": 16})
-    computing = Jobs(computed_steps, 0, 0.0, {"batch_size": 4, "group_size": 8, "max_tokens": 32})
-    own, pooled = asyncio.run(with_tools(waiting))
-    rows = [own.row("eight with tools, 4 + 4"), pooled.row("on a pool, 2 + 2")]
+def bases_report(_: Any) -> Report:
+    (own, pooled), real = asyncio.run(with_tools()), asyncio.run(computed())
+    names = ("eight with tools, 4 + 4", "on a pool, 2 + 2", "four that compute, 1 + 1")
     saved, slowdown = 100 * (1 - pooled.worker_s / own.worker_s), pooled.step_s / own.step_s
-    figures = {"saved": saved, "slowdown": slowdown, "error_tools": pooled.error}
     goals = [
         Goal("worker-seconds a step saved by half as many workers", saved, LEAST_SAVED, " %"),
-        Goal("step over that of own workers", slowdown, MOST_SLOWDOWN, " x", more_is_better=False),
+        at_most("step over that of own workers", slowdown, MOST_SLOWDOWN, " x"),
         error_goal("eight with tools", pooled),
+        error_goal("four that compute", real),
     ]
-    if computed_steps:
-        real = asyncio.run(computed(computing))
-        rows.append(real.row("four that compute, 1 + 1"))
-        figures["error_computed"] = real.error
-        goals.append(error_goal("four that compute", real))
     head = ("jobs of four base models", "makespan s", "step s", "worker-seconds a step", "simulated s")
-    return Report([make_table("Four base models", head, rows)], figures, goals)
+    figures = {"saved": saved, "slowdown": slowdown, "error_tools": pooled.error, "error_computed": real.error}
+    return Report([make_table("Four base models", head, map(Run.row, (own, pooled, real), names))], figures, goals)
 
 
 def error_goal(what: str, run: Run) -> Goal:
     told = f"makespan, simulated over measured, of {what}: {run.error:+.0f} %"
-    return Goal(told, abs(run.error), MOST_ERROR, " %", more_is_better=False)
+    return at_most(told, abs(run.error), MOST_ERROR, " %")

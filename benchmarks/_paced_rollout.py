@@ -25,16 +25,12 @@ from typing import Any
 import structlog
 
 from base_model.adapter import init_adapter, save_adapter
+from benchmarks._elastic_bases import fetched
 from benchmarks.rollout import NoEnd
 from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.cancellation import running
-from common.peers.base_fetch import BaseFetch
-from common.peers.chain import Relay
-from common.peers.folder import NodeFolder
-from common.peers.holders import Holders
 from common.settings import TINY
-from common.store.objects import Objects
 from common.wire.messages import AdapterRef, LoraSpec
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Habits, Worker, worker_id
@@ -162,42 +158,23 @@ async def working(
     await bus.close()
 
 
-@contextlib.asynccontextmanager
-async def fetched(url: str, where: str, node_dir: Path, bytes_per_s: int | None) -> AsyncGenerator[None]:
-    """Has a base model in the node folder, and inside passes it on at this speed; None: to nobody, and all comes from the store."""
-    bus, objects = Bus.connect(url, CELL), Objects.open(os.environ["MARLAAS_STORE_URL"])
-    holders = Holders(bus, worker_id("rollout"), store_places=1)
-    relay = Relay(objects, NodeFolder(node_dir / "files", 0), holders, bytes_per_s=bytes_per_s)
-    await relay.open("127.0.0.1", 0)
-    async with running(relay.run()):
-        chain = relay if bytes_per_s else None
-        await BaseFetch(objects, node_dir, where, with_weights=True, relay=chain).run()
-        yield
-    await relay.close()
-    await bus.close()
-
-
-async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    async with working(url, lease_s, slots, core):
-        await stop.wait()
-
-
-async def fetch_and_serve(url: str, lease_s: float, slots: int, core: PacedCore, base: Sequence[str] = ()) -> None:
+async def serve(url: str, lease_s: float, slots: int, core: PacedCore, base: Sequence[str] = ()) -> None:
     """`base`: where it is, the node folder, and bytes a second for peers."""
-    if not base:
-        return await serve(url, lease_s, slots, core)
-    where, node_dir, *speed = base
-    async with fetched(url, where, Path(node_dir), int(speed[0]) if speed else None):
-        await serve(url, lease_s, slots, core)
+    async with contextlib.AsyncExitStack() as stack:
+        if base:
+            where, node_dir, *speed = base
+            await stack.enter_async_context(fetched(url, where, Path(node_dir), int(speed[0]) if speed else None))
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        await stack.enter_async_context(working(url, lease_s, slots, core))
+        await stop.wait()
 
 
 def main(url: str, lease_s: str, slots: str, notes: str, load_s: str = "0", *base: str) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with Path(notes).open("a", buffering=1) as file:
         core = PacedCore(STEP_S, ROW_S, float(load_s), lambda line: print(line, file=file))
-        asyncio.run(fetch_and_serve(url, float(lease_s), int(slots), core, base))
+        asyncio.run(serve(url, float(lease_s), int(slots), core, base))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ import structlog
 
 from simulator import report
 from simulator.calibration import write as write_json
-from simulator.report import Goal, Report, console, make_table, natural, number, positive, show
+from simulator.report import Goal, Report, at_most, console, joined, make_table, natural, number, positive, show
 
-__all__ = ["Goal", "Report", "console", "make_table", "natural", "number", "positive", "show", "write_json"]
+__all__ = [
+    "Goal", "Report", "at_most", "console", "joined", "make_table", "natural", "number", "positive", "show", "write_json",
+]  # fmt: skip
 
 Cost = TypeVar("Cost")
 Name = TypeVar("Name")

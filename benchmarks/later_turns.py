@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from benchmarks._report import Goal, Report, in_turns_async, make_table, ratio, run
+from benchmarks._report import Goal, Report, at_most, in_turns_async, make_table, ratio, run
 from benchmarks.paper.measure import REPORTED_S, make_tenant, running, train
 from benchmarks.paper.workloads import WORKLOADS
 from common.tasks.skills import WORDS
@@ -105,8 +105,8 @@ def report(given: Any) -> Report:
         tokens, seconds = (
             ratio(*([getattr(each, of) for each in found[own]] for own in (True, False))) for of in Found.__slots__
         )
-        goals.append(Goal(f"prefilled tokens, {work.__name__}", tokens, 1, " x", more_is_better=False))
-        goals.append(Goal(f"seconds, {work.__name__}", seconds, 1.05, " x", more_is_better=False))
+        goals.append(at_most(f"prefilled tokens, {work.__name__}", tokens, 1, " x"))
+        goals.append(at_most(f"seconds, {work.__name__}", seconds, 1.05, " x"))
     table = make_table("Two rollout workers", ("streams", "prefilled tokens", "s"), rows)
     return Report([table], {"rows": rows}, goals)
 

@@ -1,6 +1,6 @@
 """Measures what several base models on one pool cost: a switch from each tier, a pool worker without work, the rule, and jobs.
 
-    python -m benchmarks.pool [--part switches|jobs] [--switches 20] [--idle_s 280] [--steps 6] [--json FILE]
+    python -m benchmarks.pool [--part switches|jobs] [--switches 20] [--idle_s 280] [--json FILE]
 
 A cluster as `marlaas up` starts it has three base models: `tiny`, a twin, and `wide`, of 170 MB. Chats to `wide` and to the twin take
 turns, so that each switches the rollout worker. A switch lasts from the choice of the next base model until it is told to read, by the
@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._four_bases import TOOL_S, bases_report
+from benchmarks._four_bases import bases_report
 from benchmarks._one_place import Rule, by_ratio, first_come, in_turn, mean_wait_s, rate
-from benchmarks._report import Goal, Report, make_table, parsed, parser, positive, show
+from benchmarks._report import Goal, Report, at_most, joined, make_table, parsed, parser, show
 from common.pool.choosing import OpenSlice, WaitingBase, choose
 from common.settings import TINY
 from harness.bases import FIRST_WORD, make_random_base
@@ -126,34 +126,27 @@ def switches_report(given: Any) -> Report:
     }
     figures |= {"opens_in_s": found["opens_in_s"], "choice_s": choice_s(), **rule}
     table = make_table("A pool worker", ("figure", "measured"), list(figures.items()))
-    goals = [Goal(f"a switch from {tier}", s, MOST[tier], " s", more_is_better=False) for tier, s in medians.items()]
+    goals = [at_most(f"a switch from {tier}", s, MOST[tier], " s") for tier, s in medians.items()]
     goals += [
-        Goal("processor time without work", 100 * figures["idle"], 1, " %", more_is_better=False),
-        Goal("a choice of 32", 1e6 * figures["choice_s"], MOST_CHOICE_US, " µs", more_is_better=False),
-        Goal("mean wait over first come's, computed", rule["wait_over_first_come"], 0.5, "", more_is_better=False),
-        Goal("mean wait over that in turn, computed", rule["wait_over_in_turn"], 1.1, "", more_is_better=False),
+        at_most("processor time without work", 100 * figures["idle"], 1, " %"),
+        at_most("a choice of 32", 1e6 * figures["choice_s"], MOST_CHOICE_US, " µs"),
+        at_most("mean wait over first come's, computed", rule["wait_over_first_come"], 0.5),
+        at_most("mean wait over that in turn, computed", rule["wait_over_in_turn"], 1.1),
         Goal("rate with lingering over without, computed", rule["rate_by_lingering"], 2, ""),
     ]
     return Report([table], figures, goals)
 
 
 def report(given: Any) -> Report:
-    parts = [switches_report(given)] if given.part != "jobs" else []
-    if given.part != "switches":
-        parts.append(bases_report(given.steps, given.tool_s, given.computed_steps))
-    return Report(
-        [table for part in parts for table in part.tables],
-        {name: value for part in parts for name, value in part.figures.items()},
-        [goal for part in parts for goal in part.goals],
-    )
+    parts = {"switches": switches_report, "jobs": bases_report}
+    return joined([parts[part](given) for part in ([given.part] if given.part else parts)])
 
 
 if __name__ == "__main__":
-    options = parser(__doc__, switches=20, idle_s=280, steps=6, computed_steps=10)
+    options = parser(__doc__, switches=20, idle_s=280)
     options.add_argument("--part", choices=("switches", "jobs"), help="default: both")
-    options.add_argument("--tool_s", type=positive, default=TOOL_S, metavar="S", help=f"of a tool; default {TOOL_S}")
     options.add_argument(
         "--bases", default="", metavar="NAME=FOLDER,...", help="base models to switch between; default: made ones"
     )
-    asked = parsed(options, {"switches": 2, "idle_s": 4, "steps": 1, "computed_steps": 0, "tool_s": 1})
+    asked = parsed(options, {"switches": 2, "idle_s": 4, "part": "switches"})
     show(report(asked), asked.json)

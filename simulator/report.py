@@ -52,6 +52,17 @@ class Report:
     notes: Sequence[str] = ()
 
 
+def at_most(what: str, measured: float, limit: float, unit: str = "") -> Goal:
+    return Goal(what, measured, limit, unit, more_is_better=False)
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """Joins those of a program's parts, each of which has its figures by name."""
+    tables = [table for each in reports for table in each.tables]
+    figures = {name: found for each in reports for name, found in each.figures.items()}
+    return Report(tables, figures, [goal for each in reports for goal in each.goals])
+
+
 # ---- options --------------------------------------------------------------------------------------------------------
 
 

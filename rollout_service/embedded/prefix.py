@@ -4,6 +4,7 @@ that the next turn computes only its new tokens.
 Axes: T tokens, K key/value heads, D head size.
 """
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from typing import Any, TypeVar
 
@@ -49,6 +50,9 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
     def __init__(self, budget_bytes: int) -> None:
         super().__init__(budget_bytes, lambda turn: _size(turn[1]))
         self._jobs: OrderedDict[str, None] = OrderedDict()  # with more than one turn
+        self._chats: dict[
+            tuple[AdapterRef, str], list[bytes]
+        ] = {}  # tokens in order, by adapter and tenant; none begins another
 
     def wants(self, request: TurnRequest) -> bool:
         return request.chat or (request.job in self._jobs and not request.reply_to)
@@ -58,10 +62,32 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
 
     def keep(self, request: TurnRequest, tokens: bytes, cache: Tensor) -> None:
         """`tokens`: of the prompt and all turns so far, i4; `cache` [layers, T, 2K, D]: keys and values."""
-        for key in self._chats(request) if request.chat else ():
-            if tokens.startswith(key[2]):  # the new one has all of it
-                self.pop(key)
-        self.put((request.adapter, request.tenant, tokens) if request.chat else _turn_key(request), (tokens, cache))
+        if not request.chat:
+            return self.put(_turn_key(request), (tokens, cache))
+        of = request.adapter, request.tenant
+        chats = self._chats.get(of, [])
+        at = bisect_left(chats, tokens)
+        if at < len(chats) and chats[at].startswith(tokens):  # it has all of the new one
+            self.get((*of, chats[at]))
+            return None
+        if at and tokens.startswith(chats[at - 1]):
+            self.pop((*of, chats[at - 1]))
+        self.put((*of, tokens), (tokens, cache))
+        if (*of, tokens) in self:
+            insort(self._chats.setdefault(of, []), tokens)
+        return None
+
+    def pop(self, key: TurnKey) -> tuple[bytes, Tensor] | None:
+        if isinstance(key[2], bytes) and key in self:
+            chats = self._chats[key[0], key[1]]
+            del chats[bisect_left(chats, key[2])]
+            if not chats:
+                del self._chats[key[0], key[1]]
+        return super().pop(key)
+
+    def clear(self) -> None:
+        super().clear()
+        self._chats.clear()
 
     def take(self, request: TurnRequest) -> Tensor | None:
         """Gives the caller what was kept of this trajectory, [layers, T, 2K, D], if the request continues it; of a chat's tokens so many as
@@ -81,16 +107,14 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
 
     def _begun(self, request: TurnRequest) -> Tensor | None:
         # A template may show an answer otherwise than it was sampled, or leave out its thoughts: what comes before is the same.
-        prompt = request.transcript.ids[:-4]
-        shared = {key: _num_shared(prompt, key[2]) for key in self._chats(request)}
+        prompt, of = request.transcript.ids[:-4], (request.adapter, request.tenant)
+        chats = self._chats.get(of, [])
+        at = bisect_left(chats, prompt)  # one of the two beside it begins most like it
+        shared = {key: _num_shared(prompt, key) for key in chats[max(0, at - 1) : at + 1]}
         if not shared or shared[longest := max(shared, key=shared.__getitem__)] < LEAST_SHARED * len(prompt) // 4:
             return None
-        found = self.get(longest)
+        found = self.get((*of, longest))
         return found and found[1][:, : shared[longest]]
-
-    def _chats(self, request: TurnRequest) -> list[tuple[AdapterRef, str, bytes]]:
-        of = request.adapter, request.tenant
-        return [(*of, key[2]) for key in self if key[:2] == of and isinstance(key[2], bytes)]
 
 
 def _num_shared(one: bytes, other: bytes) -> int:

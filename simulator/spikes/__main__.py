@@ -1,6 +1,6 @@
 """Predicts what spikes of requests wait for in pools that start workers in several ways, and what each pool costs.
 
-    python -m simulator.spikes --draw SEED | --trace FILE [--workers 32] [--slots 16] [--look-s 1] [--before-s 0]
+    python -m simulator.spikes --draw SEED | --trace FILE [--workers 32] [--slots 16]
 
 FILE: `simulator/spikes/arrivals.py` says what it may be, and `serving.py` the constants of the models. So many times the trace is played
 that its peak wants `--workers` of `--slots` requests. A worker costs from the beginning of its start; elastic pools have one at least.
@@ -8,7 +8,7 @@ that its peak wants `--workers` of `--slots` requests. A worker costs from the b
     static                  as many workers as the peak wants, always
     store, stream lengths   each newcomer loads all from the store; KEDA's redis-streams scaler says how many, Kubernetes' autoscaler looks
                             every 15 s and at most doubles them, or adds four
-    store                   the same; production's `wanted` says how many every `--look-s`, as it does below
+    store                   the same; production's `wanted` says how many every second, as it does below
     chain                   newcomers load from workers, and pass on what they have
     execute while load      newcomers that load from k holders also serve, k together, from 1/k of the load on, as pipelines that never idle
     node folder             each newcomer's machine has the base in its memory
@@ -24,9 +24,9 @@ from typing import Any
 
 import msgspec
 
-from simulator.report import Goal, Report, make_table, natural, parser, positive, show
+from simulator.report import Goal, Report, at_most, make_table, natural, parser, positive, show
 from simulator.spikes.arrivals import Arrivals, draw, read
-from simulator.spikes.serving import MODELS, Model, PoolFigures, SpikePool, plan, ways
+from simulator.spikes.serving import MODELS, WAYS, Model, PoolFigures, SpikePool, plan
 
 FASTER, CHEAPER, MOST_WAIT_S = 5.0, 25.0, 0.5
 """lambdaScale (arXiv 2502.09922): tail latency up to 5 times lower, cost 31.3 % lower."""
@@ -48,16 +48,16 @@ def goals(found: Sequence[PoolFigures]) -> Iterator[Goal]:
         saved, name = 100 * (1 - each.worker_s / static.worker_s), f"{each.model}, {each.way}"
         yield Goal(f"cost below the static pool: {name}", saved, CHEAPER, " %")
         what = f"p99 of TTFT, static {static.p99_ttft_s:.3g}: {name}"
-        yield Goal(what, each.p99_ttft_s, MOST_WAIT_S, " s", more_is_better=False)
+        yield at_most(what, each.p99_ttft_s, MOST_WAIT_S, " s")
 
 
 def run_all(arrivals: Arrivals, model: Model, args: Any) -> tuple[str, list[PoolFigures]]:
     """The trace on each pool, under a title."""
     planned = plan(arrivals, model.machine, args.slots, args.workers)
     found: list[PoolFigures] = []
-    for way in ways(args.look_s):
+    for way in WAYS:
         sys.stderr.write(f"{model.name}, {way.name} …\n")
-        found.append(SpikePool(model, way, planned, before_s=args.before_s).run())
+        found.append(SpikePool(model, way, planned).run())
     return f"{model.name}: {len(planned.requests):,} requests of {arrivals.name} in {planned.seconds:,.0f} s", found
 
 
@@ -66,13 +66,8 @@ def main() -> None:
     source = options.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, metavar="FILE")
     source.add_argument("--draw", type=natural, metavar="SEED")
-    for name, kind, default in (
-        ("workers", positive, 32),
-        ("slots", positive, 16),
-        ("look-s", positive, 1),
-        ("before-s", natural, 0),
-    ):
-        options.add_argument(f"--{name}", type=kind, default=default, metavar="N", help="default %(default)s")
+    for name, default in (("workers", 32), ("slots", 16)):
+        options.add_argument(f"--{name}", type=positive, default=default, metavar="N", help="default %(default)s")
     args = options.parse_args()
     try:
         arrivals = read(args.trace) if args.trace else draw(args.draw)

@@ -44,6 +44,8 @@ class Arrivals:
     name: str
     rates: Sequence[float]
     lengths: Sequence[tuple[int, int]]
+    turns: Sequence[TraceRequest] = ()
+    """The requests as they were, of a trace that tells."""
 
     def requests(self, times: float) -> list[TraceRequest]:
         """Draws so many times as many, as a Poisson process in each second: the same for the same arguments."""
@@ -94,9 +96,13 @@ def read(path: Path) -> Arrivals:
             except ValueError as error:
                 what = f"is neither a number of requests nor {','.join(COLUMNS)}"
                 raise ValueError(f"{path}, line {number}: {','.join(row)!r} {what}") from error
-    if times:
-        counts = Counter(int((each - min(times)).total_seconds()) for each in times)
+    since = min(times, default=None)
+    turns = [
+        TraceRequest((at - since).total_seconds(), *each) for at, each in zip(times, lengths, strict=True) if since
+    ]
+    if turns:
+        counts = Counter(int(each.at_s) for each in turns)
         rates = [float(counts[second]) for second in range(max(counts) + 1)]
     if not any(rates):
         raise ValueError(f"{path}: no request in it")
-    return Arrivals(path.stem, rates, lengths or _lengths())
+    return Arrivals(path.stem, rates, lengths or _lengths(), turns)

@@ -71,18 +71,17 @@ class Way(NamedTuple):
     rule: PoolRule = MARLAAS_UP
 
 
-def ways(look_s: float) -> tuple[Way, ...]:
-    """All ways. Elastic pools beyond the first follow `wanted` every `look_s`."""
-    rule = PoolRule(look_s, keep_s=KEEP_S)
-    return (
-        Way("static", "static"),
-        Way("store, stream lengths", "store", PoolRule(HPA_LOOK_S, fill=True, growth=2.0, keep_s=KEEP_S)),
-        Way("store", "store", rule),
-        Way("chain", "chain", rule),
-        Way("execute while load", "pipeline", rule),
-        Way("node folder", "folder", rule),
-        Way("node folder, marlaas up", "folder", MARLAAS_UP._replace(look_s=look_s)),
-    )
+RULE = PoolRule(1.0, keep_s=KEEP_S)
+WAYS = (
+    Way("static", "static"),
+    Way("store, stream lengths", "store", PoolRule(HPA_LOOK_S, fill=True, growth=2.0, keep_s=KEEP_S)),
+    Way("store", "store", RULE),
+    Way("chain", "chain", RULE),
+    Way("execute while load", "pipeline", RULE),
+    Way("node folder", "folder", RULE),
+    Way("node folder, marlaas up", "folder", MARLAAS_UP._replace(look_s=1.0)),
+)
+"""Elastic pools beyond the first follow `wanted` every second."""
 
 
 class PoolFigures(msgspec.Struct, frozen=True):
@@ -124,12 +123,11 @@ def plan(arrivals: Arrivals, machine: Machine, slots: int, workers: int) -> Spik
 
 @dataclass
 class SpikePool:
-    """A pool under a trace. `before_s`: of a start before weights load, such as a process and its imports."""
+    """A pool under a trace. A start is its load alone: processes and imports are not counted."""
 
     model: Model
     way: Way
     plan: SpikePlan
-    before_s: float = 0.0
     clock: Clock = field(default_factory=Clock)
     waits_s: list[float] = field(default_factory=list[float])  # for slots
     ttfts_s: list[float] = field(default_factory=list[float])
@@ -147,7 +145,7 @@ class SpikePool:
         travel = Size(adapter_bytes=model.weights, link_bytes_per_s=rate, store_bytes_per_s=rate * peak, relay=relay)
         self.links, self.host = Links(self.clock, 0.0, travel), SimulatedHost(self.clock, None)
         self.turns = EngineTurns(self.clock, model.machine.hop_s)
-        start_s = self.before_s + self.load_s * (source == "folder")
+        start_s = self.load_s * (source == "folder")
         elastic = int(source != "static")
         self.size = Size(rollout=peak, least_rollout=elastic, rollout_slots=self.plan.slots, start_s=start_s)
         hooks = (self._make, lambda: self._under_way if self._left else None, lambda: None)

@@ -1,14 +1,17 @@
 """The torch engine keeps a trajectory's past between its turns: it computes only new tokens, and the result is the same."""
 
 import asyncio
+import random
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.embedded.backbone.compiling import compiling
 from rollout_service.embedded.pools import EngineLimits
+from rollout_service.embedded.prefix import LEAST_SHARED, TurnCache
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
 from tests.support.rollout_cases import files_of, nearly, one, prompt, ref, request, running
@@ -109,6 +112,23 @@ async def test_a_chat_computes_only_what_its_tenants_earlier_chats_did_not() -> 
             assert prefilled(engine) - before == len(asked.tokens.numpy()) - 1
     async with running(adapters=adapters) as engine:
         assert nearly(found, await one(engine, chat(following)))
+
+
+def test_of_many_chats_the_one_that_begins_most_alike_is_found_whichever_have_gone() -> None:
+    rng, turns, found = random.Random(0), TurnCache(budget_bytes=4 * 60), 0
+    for _ in range(2000):
+        ids = [rng.randrange(300, 302) for _ in range(rng.randrange(2, 9))]
+        asked, before = chat(ids, tenant=rng.choice("ab")), ids[:-1]
+        kept = [np.frombuffer(key[2], "<i4").tolist() for key in turns if key[1] == asked.tenant]  # pyright: ignore
+        shared = [num for each in kept for num in range(len(ids)) if each[:num] == before[:num]]
+        past = turns.take(asked)
+        assert (past is None) == (not kept or max(shared) < LEAST_SHARED * len(before) // 1)
+        assert past is None or past.flatten().tolist() == before[: max(shared)]
+        found += past is not None
+        turns.keep(asked, asked.transcript.ids, torch.tensor(ids, dtype=torch.float32).view(1, -1, 1, 1))
+    assert found > 1000
+    turns.drop(ref("a"))
+    assert turns.num_bytes == 0 and turns.take(chat([300, 301])) is None
 
 
 @pytest.mark.asyncio

@@ -13,7 +13,7 @@ import pytest
 from simulator.fleet import PoolRule
 from simulator.spikes.__main__ import main
 from simulator.spikes.arrivals import TraceRequest, draw, read
-from simulator.spikes.serving import MODELS, SpikePlan, SpikePool, Way, plan, ways
+from simulator.spikes.serving import MODELS, WAYS, SpikePlan, SpikePool, Way, plan
 
 LARGE = MODELS[1]
 MEASURED = (4.05, 3.85, 4.5, 9.7, 12.6, 14.3, 0.40, 0.947, 0.729, 0.384, 1.25, 9.9, 23)
@@ -74,7 +74,7 @@ def test_what_is_no_trace_is_refused(text: str, error: str, tmp_path: Path) -> N
 
 def test_all_requests_are_served_and_the_faster_workers_start_the_less_they_wait() -> None:
     planned, waits, cost = plan(draw(1), LARGE.machine, slots=8, workers=6), dict[str, float](), dict[str, float]()
-    for way in ways(1.0):
+    for way in WAYS:
         pool = SpikePool(LARGE, way, planned)
         found = pool.run()
         assert len(pool.waits_s) == len(planned.requests) and found.most <= 6
@@ -117,7 +117,7 @@ def test_the_command_shows_each_model_and_says_what_it_cannot_read(
     monkeypatch.setattr(sys, "argv", words)
     main()
     assert "70B: " in (shown := capsys.readouterr().out) and shown.count("node folder") >= 4
-    assert [len(each) for _, each in json.loads(found.read_text())["figures"]] == 2 * [len(ways(1.0))]
+    assert [len(each) for _, each in json.loads(found.read_text())["figures"]] == 2 * [len(WAYS)]
     trace.write_text("many")
     with pytest.raises(SystemExit, match="neither a number of requests"):
         main()

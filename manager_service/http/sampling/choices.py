@@ -227,7 +227,7 @@ class LastWorkers:
             choice.worker = ""
         if choice.result and choice.result.worker:
             answer: list[int] = [] if choice.bulk else choice.result.tokens.numpy().tolist()
-            for each in _beginnings(choice, [*choice.prompt, *answer]):
+            for each in _beginnings(choice, [*choice.prompt[: CHAT_TOKENS[-1]], *answer]):
                 self._known[each] = choice.result.worker
                 self._known.move_to_end(each)
         while len(self._known) > MAX_KNOWN:
