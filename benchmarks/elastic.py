@@ -1,8 +1,8 @@
 """Measures what a killed rollout worker costs, beside workers whose slots are all taken; what a pool saves that shrinks; and adapters
 that come through peers.
 
-    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--window-s 120] [--readers 16] [--megabytes 100] [--copy-s 5]
-                                 [--loaders 7] [--spike-s 60]
+    python -m benchmarks.elastic [--parts kill repack relay bases multicast spike convoy] [--slots 128] [--lease_s 2] [--rounds 3]
+                                 [--window_s 120] [--readers 16] [--megabytes 100] [--copy_s 5] [--loaders 7] [--spike_s 60]
 
 Three workers, each a process at a given pace (`_paced_rollout`), have all of their slots taken, and more turns wait. A turn takes ten
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from benchmarks._elastic_relay import relay_report
 from benchmarks._elastic_repack import repack_report
 from benchmarks._elastic_spike import spike_report
 from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
-from benchmarks._report import Goal, Report, at_most, joined, make_table, run
+from benchmarks._report import Goal, Report, at_most, joined, make_table, parsed, parser, show
 from benchmarks.rollout import request
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
@@ -118,7 +118,7 @@ def loss(notes: Sequence[Steps], slots: int, killed_s: float) -> Loss:
     )
 
 
-def report(given: Any) -> Report:
+def kill_report(given: Any) -> Report:
     losses: list[Loss] = []
     for _ in range(given.rounds):
         with embedded_redis() as server, tempfile.TemporaryDirectory() as folder:
@@ -136,20 +136,26 @@ def report(given: Any) -> Report:
         Goal("tokens/s of all turns, of two workers'", 100 * min(each.speed for each in losses), 90, " %"),
     ]
     table = make_table("A worker is killed", columns, rows)
-    return joined(
-        [
-            Report([table], {"losses": [asdict(each) for each in losses]}, goals),
-            repack_report(float(given.window_s)),
-            relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s),
-            bases_report(2 * given.megabytes * 1_000_000, tries=1 if given.quick else 2),
-            multicast_report(given.loaders, given.megabytes, given.copy_s),
-            spike_report(6 * given.megabytes * 1_000_000, given.spike_s),
-            *([] if given.quick else [convoy_report(min(4, given.readers // 2), 2 * given.megabytes * 1_000_000)]),
-        ]
-    )
+    return Report([table], {"losses": [asdict(each) for each in losses]}, goals)
+
+
+PARTS: dict[str, Callable[[Any], Report]] = {
+    "kill": kill_report,
+    "repack": lambda given: repack_report(float(given.window_s)),
+    "relay": lambda given: relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s),
+    "bases": lambda given: bases_report(2 * given.megabytes * 1_000_000, tries=1 if given.quick else 2),
+    "multicast": lambda given: multicast_report(given.loaders, given.megabytes, given.copy_s),
+    "spike": lambda given: spike_report(6 * given.megabytes * 1_000_000, given.spike_s),
+    "convoy": lambda given: convoy_report(min(4, given.readers // 2), 2 * given.megabytes * 1_000_000),
+}
+QUICK = ["kill", "repack", "relay", "bases"]
+"""What the others measure has tests of its own."""
 
 
 if __name__ == "__main__":
-    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "window_s": 4, "readers": 4, "megabytes": 16, "copy_s": 1}
     numbers = {"slots": 128, "lease_s": 2, "rounds": 3, "window_s": 120, "readers": 16, "megabytes": 100, "copy_s": 5}
-    run(__doc__, report, quick | {"loaders": 3, "spike_s": 4}, **numbers, loaders=7, spike_s=60)
+    options = parser(__doc__, **numbers, loaders=7, spike_s=60)
+    options.add_argument("--parts", choices=PARTS, nargs="+", default=[*PARTS], help="default: all")
+    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "window_s": 4, "readers": 4, "megabytes": 16, "copy_s": 1}
+    asked = parsed(options, quick | {"parts": QUICK})
+    show(joined([PARTS[part](asked) for part in asked.parts]), asked.json)
