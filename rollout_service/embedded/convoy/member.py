@@ -25,7 +25,7 @@ from common.worker.service import BuiltService, Parts, serve
 from common.worker.telemetry import Reporter
 from rollout_service.embedded.backbone.choice import load_stage
 from rollout_service.embedded.backbone.fused import FusedDecoder
-from rollout_service.embedded.convoy.stage import StageServer
+from rollout_service.embedded.convoy.stage import serve_head
 from rollout_service.embedded.convoy.staged import StagedDecoder, StageLink
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine
@@ -54,7 +54,7 @@ async def take_part(make: Make, settings: RolloutSettings, parts: Parts, convoy:
                 loaded = await asyncio.to_thread(_load, settings, convoy)
         except (MarlaasError, OSError, RuntimeError, SafetensorError) as error:  # torch's lack of memory too
             return log.warning("no_convoy", reason=f"{type(error).__name__}: {error}")
-        relay.serve_stage(StageServer(loaded.own).serve)
+        relay.serve_stage(partial(serve_head, loaded.own, EngineLimits(kv_bytes=settings.rollout_kv_bytes).step_lanes))
         convoy.is_now(READY)
         head = Head(make, settings, parts, convoy, loaded, stop)
         while not stop.is_set() and convoy.state == READY:
@@ -110,7 +110,7 @@ class Head:
         limits = EngineLimits(
             settings.engine_slots, settings.rollout_kv_bytes, 0, 0, min_rows=DEFAULT.min_rows, exact=True
         )
-        engine = TorchEngine(model, self.loaded.tokenizer, limits=limits, changes=model.changes)
+        engine = TorchEngine(model, self.loaded.tokenizer, limits=limits)
         await engine.start()
         parts = replace(self.parts, worker=f"{self.parts.worker}-convoy")
         service = self.make(settings, parts, engine, lambda: self.heir)
