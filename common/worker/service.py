@@ -236,7 +236,7 @@ async def _serve(
             recognised = recognised_by_service(settings, [cell.base_model], start.objects)
             await start.during(recognised, _loading(cell.base_model))
         if start.convoy:
-            start.convoy.is_now(WHOLE)
+            start.convoy.state = WHOLE
         async with running(_spare_collections(start)):
             await serve(settings, service, parts, start.ended(service.about), start.stop, gate)
     finally:
@@ -246,7 +246,7 @@ async def _serve(
 
 
 async def _spare_collections(start: "_Start") -> None:
-    if start.convoy:  # what it had must be collected
+    if start.convoy and start.convoy.place >= 0:  # what it had must be collected
         await start.convoy.over.wait()
     spare_collections(holds_tensors=start.reporter.service in NEED_WEIGHTS)
 

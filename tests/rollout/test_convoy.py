@@ -205,4 +205,4 @@ async def test_turns_begin_before_any_worker_is_whole_and_end_at_the_first_that_
     for each in results:
         assert each.failure is None and not each.worker.endswith("-convoy")
         assert len(each.tokens) == len(each.logprobs) == each.usage.sampled_tokens == num_tokens
-    assert await bus.client.xlen(CELL.rollout) == 0 and await bus.client.exists(CELL.convoy) == 0
+    assert await bus.client.xlen(CELL.rollout) == 0 and await bus.client.keys(CELL.convoy("*")) == []
