@@ -56,17 +56,10 @@ class BaseFetch:
     """One base model's way to this machine."""
 
     def __init__(
-        self,
-        objects: Objects,
-        node_dir: Path,
-        where: str,
-        *,
-        with_weights: bool,
-        relay: Relay | None = None,
-        convoy: Convoy | None = None,
+        self, objects: Objects, node_dir: Path, where: str, *, with_weights: bool, relay: Relay | None = None
     ) -> None:
-        """`where`: `store:NAME@DIGEST`. `relay`: through it come large files. `convoy`: its stage's share of them comes first."""
-        self._objects, self._relay, self._convoy = objects, relay, convoy
+        """`where`: `store:NAME@DIGEST`. `relay`: through it come large files, of a convoy its stage's share first."""
+        self._objects, self._relay, self._convoy = objects, relay, relay.convoy if relay else None
         self._where, self._digest, self._with_weights = where, stored_digest(where), with_weights
         self._whole = Path(kept_base(where, node_dir))
         self._target = self._whole if with_weights else Path(f"{self._whole}.texts")

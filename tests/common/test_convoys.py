@@ -73,8 +73,9 @@ async def test_loaders_begin_with_different_stages_and_the_store_is_read_once(tm
         relay = Relay(store, NodeFolder(tmp_path / name / "files", 0), Holders(bus, name, store_places=1))
         await relay.open("127.0.0.1", 0)
         relays.append(relay)
-        convoys.append(Convoy(bus, name, relay.address, 3))
-        fetch = BaseFetch(store, tmp_path / name, where, with_weights=True, relay=relay, convoy=convoys[-1])
+        convoys.append(Convoy(bus, name, relay.holders.address, 3))
+        relay.convoy = convoys[-1]
+        fetch = BaseFetch(store, tmp_path / name, where, with_weights=True, relay=relay)
         async with running(relay.run()), convoys[-1].taken_part():
             found = await fetch.run()
             done.append(name)

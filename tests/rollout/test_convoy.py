@@ -42,7 +42,7 @@ FILES: dict[AdapterRef, dict[str, bytes]] = {
 
 def staged(stage: Stage) -> FusedDecoder:
     decoder = Decoder.load(TINY, stage=stage)
-    return FusedDecoder(decoder, exact=True, layers=stage.layers)
+    return FusedDecoder(decoder, exact=True)
 
 
 @contextlib.asynccontextmanager

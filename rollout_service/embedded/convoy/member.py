@@ -52,14 +52,16 @@ async def take_part(make: Make, settings: RolloutSettings, parts: Parts, convoy:
                 head = await asyncio.to_thread(Head.load, make, settings, parts, convoy)
         except (MarlaasError, OSError, RuntimeError, SafetensorError) as error:  # torch's lack of memory too
             return log.warning("no_convoy", reason=f"{type(error).__name__}: {error}")
-        relay.serve_stage(partial(serve_head, head.own, EngineLimits(kv_bytes=settings.rollout_kv_bytes).step_lanes))
+        relay.server.serve_stage = partial(
+            serve_head, head.own, EngineLimits(kv_bytes=settings.rollout_kv_bytes).step_lanes
+        )
         convoy.state = READY if convoy.state == LOADING else convoy.state
         while not stop.is_set() and convoy.state == READY:
             if convoy.number == 0 and convoy.is_formed:
                 await head.lead(relay, stop)
             await set_within(stop, TELL_S)
         await set_within(stop, HOLD_S)  # heads must hear who is whole
-        relay.serve_stage(None)
+        relay.server.serve_stage = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Head:
         try:
             for stage, each in zip(self.convoy.stages[1:], self.convoy.loaders[1:], strict=True):
                 if stage.layers:
-                    links.append(await asyncio.to_thread(StageLink, each.address, relay.key, stage.layers))
+                    links.append(await asyncio.to_thread(StageLink, each.address, relay.holders.key, stage.layers))
             async with running(self._watch(over, stop)):
                 await self._serve(StagedDecoder(self.own, self.shapes, links, on_lost), over)
         except OSError as error:

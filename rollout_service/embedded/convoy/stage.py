@@ -35,13 +35,8 @@ SIZE_BYTES = 8
 NO_ADAPTER = -1
 
 
-class SentAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter's factors by fused product, of the stage's layers."""
-
-    number: int  # in place of an earlier one
-    rank: int
-    a: list[Tensor]
-    b: list[list[Tensor]]
+SentAdapter = tuple[int, int, list[Tensor], list[list[Tensor]]]
+"""An adapter's number, maybe an earlier one's, its rank, and its factors A and B by fused product, of the stage's layers."""
 
 
 class StageStep(msgspec.Struct, frozen=True, array_like=True):
@@ -100,8 +95,8 @@ class Mirror:
 
     def compute(self, step: StageStep) -> Tensor:
         """Hidden states behind the stage's layers [N, E]."""
-        for sent in step.adapters:
-            self._adapters[sent.number] = FusedAdapter(sent.rank, LaneFactors.of(sent.a, sent.b))
+        for number, rank, a, b in step.adapters:
+            self._adapters[number] = FusedAdapter(rank, LaneFactors.of(a, b))
         starts, slots = step.positions[:: step.width].tolist(), [turn[0] for turn in step.turns]
         for slot, length in (each for start, own in zip(starts, slots, strict=True) if not start for each in own):
             self._begin(slot, length)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import structlog
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -17,16 +18,7 @@ from base_model.stacked import NUM_FUSED, FusedAdapter
 from common.peers.server import BEAT, HEAR_S, PART, STAGE
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import ForwardPart
-from rollout_service.embedded.convoy.stage import (
-    FAILED,
-    NO_ADAPTER,
-    SIZE_BYTES,
-    SentAdapter,
-    StageStep,
-    framed,
-    packed,
-    unpacked,
-)
+from rollout_service.embedded.convoy import stage
 
 PATIENCE_S = 15.0
 """Seconds in which a stage takes a step, or says a byte, or counts as gone: its process loads the whole base model meanwhile."""
@@ -56,19 +48,19 @@ class StageLink:
 
     def run(self, x: Tensor, positions: Tensor, part: ForwardPart) -> Tensor:
         """Hidden states behind the stage's layers. Raises StageLost, and RuntimeError for a forward that fails there."""
-        new = list[SentAdapter]()
+        new = list[stage.SentAdapter]()
         turns = [([*turn.slots], turn.num, self._number(turn.adapter, new)) for turn in part.turns]
-        step = msgspec.msgpack.encode(StageStep(turns, part.width, x, positions, new), enc_hook=packed)
+        step = msgspec.msgpack.encode(stage.StageStep(turns, part.width, x, positions, new), enc_hook=stage.packed)
         try:
-            self._socket.sendall(framed(step))
+            self._socket.sendall(stage.framed(step))
             while (mark := self._answers.read(1)) == BEAT:
                 pass
-            content = self._answers.read(int.from_bytes(self._answers.read(SIZE_BYTES), "little"))
+            content = self._answers.read(int.from_bytes(self._answers.read(stage.SIZE_BYTES), "little"))
             if mark == PART:
-                return unpacked(x.device, Tensor, content)
+                return stage.unpacked(x.device, Tensor, content)
         except (OSError, SafetensorError) as error:
             raise StageLost(f"the stage at {self._address}: {error!r}") from error
-        if mark == FAILED:
+        if mark == stage.FAILED:
             raise RuntimeError(f"at the stage {self._address}: {content.decode()}")
         raise StageLost(f"the stage at {self._address} ended the connection")
 
@@ -76,15 +68,15 @@ class StageLink:
         self._answers.close()
         self._socket.close()
 
-    def _number(self, adapter: FusedAdapter | None, new: list[SentAdapter]) -> int:
+    def _number(self, adapter: FusedAdapter | None, new: list[stage.SentAdapter]) -> int:
         """The number by which the stage knows it, from this step on if it is added to `new`."""
         if adapter is None:
-            return NO_ADAPTER
+            return stage.NO_ADAPTER
         if (number := self._numbers.pop(adapter, None)) is None:
             is_full = len(self._numbers) == MAX_ADAPTERS
             number = self._numbers.pop(next(iter(self._numbers))) if is_full else len(self._numbers)
             a, b = adapter.factors.a[self._products], adapter.factors.b[self._products]
-            new.append(SentAdapter(number, adapter.rank, [*a], [[*same] for same in b]))
+            new.append((number, adapter.rank, [*a], [[*same] for same in b]))
         self._numbers[adapter] = number
         return number
 
@@ -109,7 +101,7 @@ class StagedDecoder:
 
     def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
         (part,) = parts
-        x, num = self._own.run(self._own.embed(tokens), positions, parts), len(part.turns) * part.width
+        x, num = self._own.run(F.embedding(tokens, self._own.embedding), positions, parts), len(part.turns) * part.width
         try:
             if self._closed.is_set():
                 raise StageLost("the convoy is over")
