@@ -171,7 +171,8 @@ class BaseFetch:
                 await self._complete(self._part / name, share)
                 self._shares += [(name, share)] if stage.number == own else []
             if stage.number == own:
-                convoy.begin(self._part, stages)
+                convoy.folder, convoy.stages = self._part, stages
+                convoy.began.set()
 
     async def _tensors(self, name: str, file: StoredFile) -> list[StoredTensor]:
         """Those of a file in the store, by its header. Raises CorruptObject too."""

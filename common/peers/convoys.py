@@ -8,7 +8,7 @@ stage, are a convoy, led by the first. All read the same, so none has to decide 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,10 +68,6 @@ class Convoy:
             place += 1
         self.place = place
         return self.number
-
-    def begin(self, folder: Path, stages: Sequence[Stage]) -> None:
-        self.folder, self.stages = folder, list(stages)
-        self.began.set()
 
     @contextlib.asynccontextmanager
     async def taken_part(self) -> AsyncGenerator[None]:

@@ -46,7 +46,7 @@ class FusedDecoder:
 
     def __init__(self, decoder: Decoder, *, exact: bool, consume: bool = False) -> None:
         """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones. `consume`: empties `decoder` layer by
-        layer, so that no memory holds all weights twice. Layers that `decoder` lacks are left out; adapters and pools of `run` number the rest from 0."""
+        layer, so that no memory holds all weights twice. Of a stage's decoder adapters and pools number its layers from 0."""
         self.config, self._norm_eps = ModelShape.of(decoder.config), decoder.config.norm_eps
         self.embedding, self.head = decoder.embedding, decoder.head
         self._shapes = decoder.linear_shapes()
