@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from base_model.kernels import DEFAULT
 from base_model.stacked import FusedAdapter, LaneFactors, LanePlanner
 from common.cancellation import beating
 from common.peers.server import BEAT, PART
@@ -28,7 +29,6 @@ from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import ForwardPart
 from rollout_service.embedded.pools import FIRST_ROWS, Pool
-from rollout_service.embedded.prefill import PREFILL_BLOCK
 
 FAILED = b"!"
 SIZE_BYTES = 8
@@ -80,7 +80,7 @@ class Mirror:
     def __init__(self, model: FusedDecoder, lanes_bytes: int) -> None:
         self._model, self._device = model, model.embedding.device
         self._shape = replace(model.config, num_layers=len(model.layers))
-        self._planner = LanePlanner(self._device, PREFILL_BLOCK, budget_bytes=lanes_bytes)
+        self._planner = LanePlanner(self._device, DEFAULT.min_rows, budget_bytes=lanes_bytes)
         self._adapters: dict[int, FusedAdapter | None] = {NO_ADAPTER: None}
         self._pools = dict[int, Pool]()  # by length
         self._pool_of = dict[int, Pool]()  # by slot
@@ -97,11 +97,12 @@ class Mirror:
         """Hidden states behind the stage's layers [N, E]."""
         for number, rank, a, b in step.adapters:
             self._adapters[number] = FusedAdapter(rank, LaneFactors.of(a, b))
-        starts, slots = step.positions[:: step.width].tolist(), [turn[0] for turn in step.turns]
-        for slot, length in (each for start, own in zip(starts, slots, strict=True) if not start for each in own):
+        turns = [*zip(step.turns, step.positions[:: step.width].tolist(), strict=True)]
+        for slot, length in (each for (slots, *_), start in turns if start == 0 for each in slots):
             self._begin(slot, length)
         spans = [
-            self._span(own[0][0], start, turn[1]) for own, start, turn in zip(slots, starts, step.turns, strict=True)
+            kv.NewTokens(pool := self._pool_of[slot], pool.row(slot), start, num)
+            for (((slot, _), *_), num, _), start in turns
         ]
         adapters = [self._adapters[number] for _, _, number in step.turns]
         x = self._model.run(step.x, step.positions, [self._part(step, spans, adapters)])
@@ -130,7 +131,3 @@ class Mirror:
         if pool.num_rows == len(pool.slots):
             pool.resize(max(FIRST_ROWS, 2 * pool.num_rows))
         pool.slots.append(slot)
-
-    def _span(self, slot: int, start: int, num: int) -> kv.NewTokens:
-        pool = self._pool_of[slot]
-        return kv.NewTokens(pool, pool.row(slot), start, num)
