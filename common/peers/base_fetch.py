@@ -33,10 +33,8 @@ from common.peers.folder import WrongPart, keep_right_parts, make_own_folder, wr
 from common.settings import Settings, kept_base, resolve_config, resolve_model, stored_digest
 from common.store.bases import MANIFEST, BaseManifest, base_path, decode_manifest, read_base
 from common.store.objects import Objects
-from common.store.parts import PARTED_BYTES, StoredFile, read_parts
+from common.store.parts import LEAST_PART, PARTED_BYTES, StoredFile, read_parts
 
-HEADER_BYTES = 64 << 10
-"""Bytes that are asked for at once to read a header."""
 LOOK_S = 0.1
 MAX_WRONG = 3
 """Times that a file's bytes are wrong before its push is at fault."""
@@ -177,7 +175,7 @@ class BaseFetch:
     async def _tensors(self, name: str, file: StoredFile) -> list[StoredTensor]:
         """Those of a file in the store, by its header. Raises CorruptObject too."""
         read, end = bytearray(), 8
-        async for piece in self._objects.stream(base_path(self._digest, name), 0, HEADER_BYTES):
+        async for piece in self._objects.stream(base_path(self._digest, name), 0, LEAST_PART):
             read += piece
             end = 8 + int.from_bytes(read[:8], "little")
             if len(read) >= end:

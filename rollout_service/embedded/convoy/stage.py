@@ -10,6 +10,7 @@ after a crash: the head hands its rows back
 
 import asyncio
 import contextlib
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,9 +62,7 @@ def unpacked(device: torch.device, _: type, content: Any) -> Tensor:
     return safetensors.torch.load(content)["x"].to(device)
 
 
-async def serve_head(
-    model: FusedDecoder, lanes_bytes: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+async def serve_head(model: FusedDecoder, lanes_bytes: int, reader: StreamReader, writer: StreamWriter) -> None:
     """Serves a head to its end. `lanes_bytes`: the most for copies of factors. Raises OSError for a head that fails."""
     mirror = Mirror(model, lanes_bytes)
     with contextlib.suppress(asyncio.IncompleteReadError):
@@ -104,16 +103,14 @@ class Mirror:
             kv.NewTokens(pool := self._pool_of[slot], pool.row(slot), start, num)
             for (((slot, _), *_), num, _), start in turns
         ]
-        adapters = [self._adapters[number] for _, _, number in step.turns]
-        x = self._model.run(step.x, step.positions, [self._part(step, spans, adapters)])
+        x = self._model.run(step.x, step.positions, [self._part(step, spans)])
         for ((first, _), *others), num, _ in step.turns:
             for slot, length in others:
                 self._pool_of[first].copy(first, self._pools[length], slot, num)
         return x
 
-    def _part(
-        self, step: StageStep, spans: Sequence[kv.NewTokens], adapters: Sequence[FusedAdapter | None]
-    ) -> ForwardPart:
+    def _part(self, step: StageStep, spans: Sequence[kv.NewTokens]) -> ForwardPart:
+        adapters = [self._adapters[number] for _, _, number in step.turns]
         if step.width == 1:
             attend = kv.ExtendAttend(self._shape, spans)
             return ForwardPart(len(spans), attend, self._planner.plan(adapters, len(spans)))

@@ -22,7 +22,7 @@ from rollout_service.embedded.convoy import stage
 
 PATIENCE_S = 15.0
 """Seconds in which a stage takes a step, or says a byte, or counts as gone: its process loads the whole base model meanwhile."""
-MAX_ADAPTERS = 256
+MAX_ADAPTERS = 64
 """Adapters that a stage keeps: more than one step has."""
 log = structlog.get_logger()
 
