@@ -6,11 +6,12 @@ says the seconds of each phase. Imports are left out of the bar: they are the sa
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -81,8 +82,9 @@ def make_base(folder: Path, num_bytes: int) -> Path:
     return make_random_base(folder, last_word=300, **sizes, **heads)
 
 
-async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
-    """The fastest start from the store, and from the node folder."""
+@contextlib.asynccontextmanager
+async def slow_store(folder: Path, num_bytes: int) -> AsyncGenerator[tuple[str, dict[str, str]]]:
+    """A store with a base model of so many bytes: where it is, and the variables by which services find it. `folder`: for the base."""
     base = await asyncio.to_thread(make_base, folder / "base", num_bytes)
     server = S3Server.start()
     proxy = Proxy(server.port, bytes_per_s=STORE_BYTES_PER_S)
@@ -90,23 +92,28 @@ async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
     os.environ |= environment(server.endpoint)
     try:
         where = await push_base(Objects.open(STORE), "bench", base, lambda _: None)
-        starts = list[tuple[Start, Start]]()
+        yield where, environment(proxy.endpoint) | {"MARLAAS_STORE_URL": STORE}
+    finally:
+        await proxy.shut()
+        server.stop()
+
+
+async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
+    """The fastest start from the store, and from the node folder."""
+    starts = list[tuple[Start, Start]]()
+    async with slow_store(folder, num_bytes) as (where, store):
         with embedded_redis() as redis:
             for number in range(TRIES):
-                variables = environment(proxy.endpoint) | {
+                variables = store | {
                     "MARLAAS_REDIS_URL": redis.url,
-                    "MARLAAS_STORE_URL": STORE,
                     "MARLAAS_BASE_MODELS": f"bench={where}",
                     "MARLAAS_CACHE_DIR": str(folder / str(number)),
                     "MARLAAS_ROLLOUT_KV_BYTES": "100MB",
                     "MARLAAS_ROLLOUT_SLOTS": "4",
                 }
                 starts.append((await started(redis.url, variables), await started(redis.url, variables)))
-        first, second = zip(*starts, strict=True)
-        return min(first, key=lambda each: each.base_s), min(second, key=lambda each: each.base_s)
-    finally:
-        await proxy.shut()
-        server.stop()
+    first, second = zip(*starts, strict=True)
+    return min(first, key=lambda each: each.base_s), min(second, key=lambda each: each.base_s)
 
 
 def bases_report(num_bytes: int) -> Report:

@@ -14,12 +14,12 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks._paced_rollout import ARGUMENTS, CELL, nothing
 from benchmarks._report import Goal, make_table
@@ -40,6 +40,24 @@ BOUNDS, SLOTS, LEASE_S = WorkerRange(1, 4), 32, 10.0
 NUM_JOBS, BATCH = 4, 32
 MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 400, 1.0, 1900
 TRAIN_S, LOAD_S, WARM_S, HELD_EVERY_S = 1.0, 2.0, 30.0, 0.05
+
+
+class Load(Protocol):
+    """Turns that are asked for."""
+
+    bus: Bus
+    cluster: Cluster
+
+    @property
+    def under_way(self) -> int: ...
+
+    async def run(self) -> None: ...
+
+
+class Sizer(Protocol):
+    """Says how many workers are wanted, and which retires."""
+
+    async def look(self, now_s: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +82,7 @@ class JobLoad:
     """Jobs that ask for turns. `full`: always for twice as many as there are slots."""
 
     bus: Bus
+    cluster: Cluster
     full: bool
     under_way: int = 0
     _ended: "dict[str, asyncio.Future[None]]" = field(default_factory=dict)
@@ -102,14 +121,17 @@ class JobLoad:
 
 
 @asynccontextmanager
-async def pool(url: str, folder: Path, load: JobLoad, *, repack: bool) -> AsyncGenerator[dict[str, SupervisedProcess]]:
-    """Runs the pool inside, under a load."""
-    bus, cluster, running = load.bus, Cluster(load.bus), dict[str, SupervisedProcess]()
-    size, elastic = PoolSizer(bus, cluster, BOUNDS, repack=repack), ElasticPool(BOUNDS, {}, running, nothing)
+async def pool(
+    url: str, folder: Path, load: Load, size: Sizer, *, bounds: WorkerRange = BOUNDS, options: Sequence[str] = ()
+) -> AsyncGenerator[dict[str, SupervisedProcess]]:
+    """Runs the pool inside, under a load. `options`: of `_paced_rollout` behind the seconds of loading; `{}` is a worker's number."""
+    running = dict[str, SupervisedProcess]()
+    elastic = ElasticPool(bounds, {}, running, nothing)
     argv, commands = (sys.executable, "-m", "benchmarks._paced_rollout"), list[Command]()
-    for number in range(BOUNDS.most):
-        options = " ".join((url, str(LEASE_S), str(SLOTS), str(folder / str(number)), str(LOAD_S)))
-        settings = {**os.environ, ARGUMENTS: options}
+    for number in range(bounds.most):
+        more = [option.format(number) for option in options]
+        arguments = " ".join((url, str(LEASE_S), str(SLOTS), str(folder / str(number)), str(LOAD_S), *more))
+        settings = {**os.environ, ARGUMENTS: arguments}
         commands.append(Command(name=f"rollout-{number}", argv=argv, environment=settings, log=folder / "log"))
     server = PreforkServer(commands, folder / "log")
     for command in commands:
@@ -117,14 +139,16 @@ async def pool(url: str, folder: Path, load: JobLoad, *, repack: bool) -> AsyncG
 
     async def own() -> None:
         while True:
-            await bus.client.hset(CELL.demand, "1", str(load.under_way))
+            await load.bus.client.hset(CELL.demand, "1", str(load.under_way))
             await size.look(time.monotonic())
             await asyncio.sleep(1)
 
     async with asyncio.TaskGroup() as group:
         for process in running.values():
             group.create_task(process.keep_running())
-        loops = [group.create_task(loop) for loop in (load.run(), cluster.run(), own(), elastic.follow(url, group))]
+        loops = [
+            group.create_task(loop) for loop in (load.run(), load.cluster.run(), own(), elastic.follow(url, group))
+        ]
         yield running
         await cancel_all(loops)
         await asyncio.gather(*(process.stop(10) for process in running.values()))
@@ -132,10 +156,12 @@ async def pool(url: str, folder: Path, load: JobLoad, *, repack: bool) -> AsyncG
 
 
 async def measure(url: str, window_s: float, folder: Path, *, repack: bool, full: bool) -> PoolFigures:
-    load, pids, held, turns = JobLoad(Bus.connect(url, CELL), full), set[int](), list[int](), list[int]()
+    bus, pids, held, turns = Bus.connect(url, CELL), set[int](), list[int](), list[int]()
+    load = JobLoad(bus, Cluster(bus), full)
+    size = PoolSizer(bus, load.cluster, BOUNDS, repack=repack)
     for stream in (CELL.rollout, CELL.rollout_first):
         await load.bus.ensure_group(stream, GROUP_ROLLOUT)
-    async with pool(url, folder, load, repack=repack) as running:
+    async with pool(url, folder, load, size) as running:
         while not any("begin" in file.read_text() for file in folder.glob("[0-9]")):
             await asyncio.sleep(0.1)  # none has started yet
         await asyncio.sleep(2 * WARM_S if window_s > WARM_S else window_s)

@@ -1,6 +1,7 @@
 """A rollout worker at a given pace: the real loop, handler and process engine over a core that computes nothing, so that two processor
-cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES` runs one until it is killed, or is told to
-stop: then it hands its turns back.
+cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES [LOAD_S [BASE NODE_DIR [PEER_BYTES_PER_S]]]`
+runs one until it is killed, or is told to stop: then it hands its turns back. It first fetches the base model BASE into the node folder
+as a real one does, through its peers only if it is told at what speed to pass it on, and takes LOAD_S more to load.
 
 It writes to the file NOTES, by the machine's monotonic clock:
 
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,12 @@ from benchmarks.rollout import NoEnd
 from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.cancellation import running
+from common.peers.base_fetch import BaseFetch
+from common.peers.chain import Relay
+from common.peers.folder import NodeFolder
+from common.peers.holders import Holders
 from common.settings import TINY
+from common.store.objects import Objects
 from common.wire.messages import AdapterRef, LoraSpec
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Habits, Worker, worker_id
@@ -156,6 +162,21 @@ async def working(
     await bus.close()
 
 
+@contextlib.asynccontextmanager
+async def fetched(url: str, where: str, node_dir: Path, bytes_per_s: int | None) -> AsyncGenerator[None]:
+    """Has a base model in the node folder, and inside passes it on at this speed; None: to nobody, and all comes from the store."""
+    bus, objects = Bus.connect(url, CELL), Objects.open(os.environ["MARLAAS_STORE_URL"])
+    holders = Holders(bus, worker_id("rollout"), store_places=1)
+    relay = Relay(objects, NodeFolder(node_dir / "files", 0), holders, bytes_per_s=bytes_per_s)
+    await relay.open("127.0.0.1", 0)
+    async with running(relay.run()):
+        chain = relay if bytes_per_s else None
+        await BaseFetch(objects, node_dir, where, with_weights=True, relay=chain).run()
+        yield
+    await relay.close()
+    await bus.close()
+
+
 async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -163,11 +184,20 @@ async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
         await stop.wait()
 
 
-def main(url: str, lease_s: str, slots: str, notes: str, load_s: str = "0") -> None:
+async def fetch_and_serve(url: str, lease_s: float, slots: int, core: PacedCore, base: Sequence[str] = ()) -> None:
+    """`base`: where it is, the node folder, and bytes a second for peers."""
+    if not base:
+        return await serve(url, lease_s, slots, core)
+    where, node_dir, *speed = base
+    async with fetched(url, where, Path(node_dir), int(speed[0]) if speed else None):
+        await serve(url, lease_s, slots, core)
+
+
+def main(url: str, lease_s: str, slots: str, notes: str, load_s: str = "0", *base: str) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with Path(notes).open("a", buffering=1) as file:
         core = PacedCore(STEP_S, ROW_S, float(load_s), lambda line: print(line, file=file))
-        asyncio.run(serve(url, float(lease_s), int(slots), core))
+        asyncio.run(fetch_and_serve(url, float(lease_s), int(slots), core, base))
 
 
 if __name__ == "__main__":

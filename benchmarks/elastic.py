@@ -2,14 +2,14 @@
 that come through peers.
 
     python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--window-s 120] [--readers 16] [--megabytes 100] [--copy-s 5]
-                                [--loaders 7]
+                                 [--loaders 7] [--spike-s 60]
 
 Three workers, each a process at a given pace (`_paced_rollout`), have all of their slots taken, and more turns wait. A turn takes ten
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
 tokens that it had had and that are sampled once more. The speed is of all turns, from when the last went on: against two thirds of
 that of the three before, which is what two workers give. Redis is the one of `marlaas up`. `_elastic_repack`
 says what is measured of pools, `_elastic_relay` what of adapters, `_elastic_bases`, `_elastic_multicast` and `_elastic_convoy` what of
-base models.
+base models, `_elastic_spike` what of spikes.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from benchmarks._elastic_bases import bases_report
 from benchmarks._elastic_convoy import convoy_report
 from benchmarks._elastic_multicast import multicast_report
 from benchmarks._elastic_relay import relay_report
+from benchmarks._elastic_spike import spike_report
 from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
 from benchmarks._report import Goal, Report, make_table, run
 from benchmarks.rollout import request
@@ -143,6 +144,7 @@ def report(given: Any) -> Report:
         relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s),
         bases_report(2 * given.megabytes * 1_000_000),
         multicast_report(given.loaders, given.megabytes, given.copy_s),
+        spike_report(6 * given.megabytes * 1_000_000, given.spike_s),
         convoy_report(min(4, given.readers // 2), 2 * given.megabytes * 1_000_000),
     ]
     figures = {"losses": [asdict(each) for each in losses], "pools": pools}
@@ -160,4 +162,4 @@ def report(given: Any) -> Report:
 if __name__ == "__main__":
     quick = {"slots": 32, "lease_s": 1, "rounds": 1, "window_s": 4, "readers": 4, "megabytes": 16, "copy_s": 1}
     numbers = {"slots": 128, "lease_s": 2, "rounds": 3, "window_s": 120, "readers": 16, "megabytes": 100, "copy_s": 5}
-    run(__doc__, report, quick | {"loaders": 3}, **numbers, loaders=7)
+    run(__doc__, report, quick | {"loaders": 3, "spike_s": 4}, **numbers, loaders=7, spike_s=60)

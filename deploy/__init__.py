@@ -8,5 +8,6 @@ Its files:
     acl.py                makes Redis' users, one a service, with the rights that it needs
     compile_proto.py      compiles the messages of the Tinker protocol
     docker/               the images of the cluster, and what they start
-    kubernetes/           the manifests; beside it variants: kubernetes-download/, kubernetes-gpu/, kubernetes-gpu-ranks/
+    kubernetes/           the manifests; beside it variants: kubernetes-download/, kubernetes-gpu/, kubernetes-gpu-ranks/,
+                          kubernetes-nodes/
 """

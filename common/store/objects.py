@@ -6,6 +6,7 @@ S3's credentials, region and endpoint come from the environment: `AWS_ACCESS_KEY
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -159,6 +160,13 @@ class Objects:
                 await _translated(obstore.delete_async(self._backend, path), path)
             except NotFound:
                 continue
+
+    async def delete_older(self, prefix: str, seconds: float) -> None:
+        """Deletes what is below a folder and was written so long ago."""
+        self._present()
+        found = await _translated(obstore.list(self._backend, prefix).collect_async(), prefix)
+        last = time.time() - seconds
+        await self.delete(*(meta["path"] for meta in found if meta["last_modified"].timestamp() < last))
 
     async def delete_folder(self, prefix: str) -> None:
         await self.delete(*await self.paths(prefix))

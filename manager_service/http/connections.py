@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import h11
 from fastapi import Request
 from h11._receivebuffer import ReceiveBuffer
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -24,8 +25,11 @@ GONE = 499
 """The status of an answer that nobody reads, as nginx has it."""
 
 
-class ClientGone(Exception):
-    """The client disconnected."""
+class ClientGone(HTTPException):
+    """The client disconnected. FastAPI passes it on from wherever a body is read: another error would be one of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(GONE)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -275,6 +275,10 @@ class WorkerObject(Identified):
     counters: dict[str, float]
 
 
+class WantedTotal(BaseModel):
+    workers: int
+
+
 class SpanObject(BaseModel):
     object: Literal["span"] = "span"
     worker: str

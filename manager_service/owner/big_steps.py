@@ -7,7 +7,9 @@ its job's others.
 """
 
 import asyncio
+import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -20,8 +22,10 @@ from common.cancellation import starting
 from common.errors import Unavailable
 from common.store.objects import Objects
 from common.wire.messages import Message, TrainStep
+from common.wire.operations import Operation
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.job import Job
+from manager_service.records.run_records import is_run
 
 TOKEN_BYTES, ROW_BYTES, REST_BYTES = 9, 512, 16 << 10
 """Most bytes of a TrainStep for a token, for the rest of a row, and for everything else."""
@@ -101,33 +105,74 @@ def _head(step: TrainStep) -> bytes:
     return msgspec.msgpack.encode((step.id, step.epoch, step.loss, step.trajectories, step.next_group))
 
 
+SWEEP_EVERY_S = 3600.0
+ENDED_S = 86_400.0
+"""Age at which a payload of a completion or a grader run is of no use any more: these wait for minutes at most."""
+OF_NO_OWNER = ("chat-", "grade-")
+
+
 class PayloadTidier:
     """Works for the jobs of an owner. A payload that stays costs space and nothing else."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._jobs: set[str] = set()  # that may have payloads
-        self._untidy = asyncio.Queue[tuple[str, float]]()  # job, oldest version whose payloads are needed
+        self._runs: dict[str, int] = {}  # run -> the first of its operations that had a payload since it was tidied
+        self._untidy = asyncio.Queue[tuple[str, float]]()  # job or run, its oldest version or operation that is needed
+        self._swept_at = float("-inf")
 
     def note(self, jobs: Iterable[str]) -> None:
         """Notes that jobs may have payloads."""
         self._jobs.update(jobs)
 
+    def note_fetched(self, message: Message) -> None:
+        """Notes a message that was fetched from object storage."""
+        self._jobs.add(message.job)
+        if isinstance(message, Operation):
+            self._runs.setdefault(message.job, message.seq)
+
     def follow(self, changes: Changes) -> None:
         """Follows what was committed."""
         for job in self._jobs & changes.oldest_in_use.keys():
             self._untidy.put_nowait((job, changes.oldest_in_use[job]))
+        for run in self._runs.keys() & changes.oldest_operations.keys():
+            if changes.oldest_operations[run] > self._runs[run]:
+                del self._runs[run]
+                self._untidy.put_nowait((run, changes.oldest_operations[run]))
         for job in (*changes.finished, *changes.settled, *(moved.job for moved in changes.over)):
             self._jobs.discard(job)
+            self._runs.pop(job, None)
             self._untidy.put_nowait((job, math.inf))
 
     async def run(self) -> None:
-        """Deletes payloads that name old versions, those that a crash left too."""
+        """Deletes payloads that name old versions or operations, those that a crash left too, and others' old ones."""
         while True:
-            job, oldest = await self._untidy.get()
+            job, oldest = "", 0.0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._swept_at + SWEEP_EVERY_S - time.monotonic())):
+                    job, oldest = await self._untidy.get()
             try:
-                for version in await self._objects.folders(f"payloads/{job}"):
-                    if int(version) < oldest:
-                        await self._objects.delete_folder(f"payloads/{job}/{version}")
+                await (self._tidy(job, oldest) if job else self._sweep())
             except Unavailable as error:
                 log.warning("not_deleted", job_id=job, reason=str(error))
+
+    async def _tidy(self, job: str, oldest: float) -> None:
+        for version in await self._objects.folders(f"payloads/{job}"):
+            folder = f"payloads/{job}/{version}"
+            if is_run(job) and oldest < math.inf:
+                old = [path for path in await self._objects.paths(folder) if _operation(path) < oldest]
+                await self._objects.delete(*old)
+            elif int(version) < oldest:
+                await self._objects.delete_folder(folder)
+
+    async def _sweep(self) -> None:
+        self._swept_at = time.monotonic()
+        for job in await self._objects.folders("payloads"):
+            if job.startswith(OF_NO_OWNER):
+                await self._objects.delete_older(f"payloads/{job}", ENDED_S)
+
+
+def _operation(path: str) -> float:
+    """The number of the operation that a payload's path names, `…/<run>:<number>.…`; infinite if it names none."""
+    number = path.rpartition(":")[2].partition(".")[0]
+    return int(number) if number.isdecimal() else math.inf

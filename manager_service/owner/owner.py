@@ -301,7 +301,7 @@ class Owner:
         async with self._fetches:
             delivery = await fetch()
         if not isinstance(delivery.message, Undecodable):
-            self._payloads.note([delivery.message.job])
+            self._payloads.note_fetched(delivery.message)
         async with self._lock:
             if self._owned.get(number) is owned:  # else the next owner reads it
                 owned[0].fetching.discard(entry)

@@ -27,7 +27,7 @@ What only an API replica writes, except samplers of saves:
     tenant-samplers:<tenant>        zset     all samplers, by when they expire: seconds since 1970
     clients:<sampler>               string   number of clients that have joined it
     seqs:<run>                      hash     until an hour after the run's end: number of an operation ->
-                                             `<sha256 of what was asked> <what was asked> <bytes>`;
+                                             `<sha256 of what was asked> <what was asked> <path of a large payload, or -> <bytes>`;
                                              `last`: the highest number; `unload`: the number of the run's end
 """
 

@@ -17,6 +17,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from fastapi.routing import APIRoute
 
 from common.bus.streams import Cell
 from common.children.own_folder import SHARED_MEMORY
@@ -24,6 +25,8 @@ from common.peers.server import NUM_PORTS
 from common.private_networks import PRIVATE
 from common.settings import KNOWN, PREFIX, TINY
 from deploy.make_secrets import read_settings
+from manager_service.http.operators import cluster_routes
+from manager_service.http.schemas import WantedTotal
 from rollout_service.settings import ON_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,22 +34,37 @@ KUBERNETES = ROOT / "deploy" / "kubernetes"
 KUBERNETES_GPU = ROOT / "deploy" / "kubernetes-gpu"
 KUBERNETES_RANKS = ROOT / "deploy" / "kubernetes-gpu-ranks"
 KUBERNETES_DOWNLOAD = ROOT / "deploy" / "kubernetes-download"
+KUBERNETES_NODES = ROOT / "deploy" / "kubernetes-nodes"
 VERSIONS = ("1.32", "1.37")
 """Versions of Kubernetes: the oldest that is promised, and the newest."""
 
 TOLD = set(re.findall(r"`([a-z0-9-]+)`", (ROOT / "docs" / "operations.md").read_text()))
 """Names that operators read."""
-TRIGGER_METADATA: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["address", "stream", "streamLength"],
-    "properties": {
+TRIGGERS: dict[str, dict[str, Any]] = {
+    "redis-streams": {
         "address": {"type": "string", "pattern": "^[a-z0-9.-]+:[0-9]+$"},
         "stream": {"type": "string"},
         "streamLength": {"type": "string", "pattern": "^[1-9][0-9]*$"},
     },
+    "metrics-api": {
+        "url": {"type": "string", "pattern": "^http://[a-z0-9.-]+:[0-9]+/"},
+        "valueLocation": {"type": "string"},
+        "targetValue": {"type": "string", "pattern": "^[1-9][0-9]*$"},
+        "authMode": {"enum": ["apiKey", "basic", "bearer", "tls"]},
+    },
 }
-"""Fields that KEDA's scaler of Redis streams reads; to an API server these are any strings."""
+"""Fields that each of KEDA's scalers reads; to an API server these are any strings."""
+RESTRICTED = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
+"""Volumes that pods of a namespace may have that enforces this level of Kubernetes' pod security standards."""
 
 
 def documents() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -93,8 +111,9 @@ def _check(text: str) -> None:
     known: Any = getattr(keda, document["kind"]).model_validate(document)
     assert known.model_dump(mode="json", by_alias=True, exclude_unset=True) == document
     for trigger in document["spec"].get("triggers", []):
-        assert trigger["type"] == "redis-streams"
-        jsonschema.validate(trigger["metadata"], TRIGGER_METADATA)
+        fields = TRIGGERS[trigger["type"]]
+        schema = {"type": "object", "additionalProperties": False, "required": list(fields), "properties": fields}
+        jsonschema.validate(trigger["metadata"], schema)
 
 
 with_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the folders")
@@ -107,7 +126,9 @@ def rendered(folder: Path) -> list[dict[str, Any]]:
 
 
 @with_kubectl
-@pytest.mark.parametrize("folder", [KUBERNETES, KUBERNETES_GPU, KUBERNETES_RANKS, KUBERNETES_DOWNLOAD])
+@pytest.mark.parametrize(
+    "folder", [KUBERNETES, KUBERNETES_GPU, KUBERNETES_RANKS, KUBERNETES_DOWNLOAD, KUBERNETES_NODES]
+)
 def test_what_kubectl_would_send_is_valid_and_whole(folder: Path) -> None:
     sent = rendered(folder)
     for document in sent:
@@ -278,20 +299,54 @@ def test_the_manifests_and_compose_configure_redis_alike() -> None:
     assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "deploy" / "docker" / "redis.conf").read_text()
 
 
-def test_each_stage_scales_on_the_streams_that_it_reads() -> None:
-    cell, scaled = Cell("tiny"), named("ScaledObject")
-    streams = {name: [t["metadata"]["stream"] for t in d["spec"]["triggers"]] for name, d in scaled.items()}
-    rollout = [cell.rollout, cell.rollout_first, cell.rollout_chat]
-    assert streams == {"rollout": rollout, "env": [cell.env], "trainer": [cell.train]}
+def test_stages_scale_on_the_streams_that_they_read_and_rollout_on_what_managers_want() -> None:
+    cell, scaled, secrets = Cell("tiny"), named("ScaledObject"), named("TriggerAuthentication")
+    triggers = {name: [t["metadata"] for t in d["spec"]["triggers"]] for name, d in scaled.items()}
+    streams = {name: [metadata["stream"] for metadata in triggers[name]] for name in ("env", "trainer")}
+    assert streams == {"env": [cell.env], "trainer": [cell.train]}
     for name, document in scaled.items():
         assert document["spec"]["scaleTargetRef"]["name"] == name
         assert "replicas" not in named("Deployment")[name]["spec"], "the autoscaler and the manifest would disagree"
+        assert {t["authenticationRef"]["name"] for t in document["spec"]["triggers"]} <= set(secrets)
+    # As many as are wanted, all at once, from a route that there is, with the key that it needs
+    (wanted,), rollout = triggers["rollout"], scaled["rollout"]["spec"]
+    service, _, path = wanted["url"].removeprefix("http://").partition("/")
+    port = named("Service")["manager"]["spec"]["ports"][0]["port"]
+    assert service == f"manager.marlaas.svc:{port}" and wanted["valueLocation"] in WantedTotal.model_fields
+    assert f"/{path}" in {route.path for route in cluster_routes.router.routes if isinstance(route, APIRoute)}
+    assert (wanted["targetValue"], wanted["authMode"]) == ("1", "bearer")
+    key = {"parameter": "token", "name": "marlaas-keys", "key": "admin_key"}
+    assert secrets[rollout["triggers"][0]["authenticationRef"]["name"]]["spec"]["secretTargetRef"] == [key]
+    assert named("NetworkPolicy")["api"]["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": port}]}]
+    behavior = rollout["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert [p["value"] for p in behavior["scaleUp"]["policies"]] == [rollout["maxReplicaCount"]]
+
+
+def test_a_nodes_folder_outlives_pods_and_is_made_for_the_workers_uid() -> None:
+    volume, claim = (
+        named("PersistentVolume")["marlaas-node-folder"]["spec"],
+        named("PersistentVolumeClaim")["node-folder"],
+    )
+    assert volume["claimRef"] == {"namespace": "marlaas", "name": claim["metadata"]["name"]}
+    assert claim["spec"]["volumeName"] == "marlaas-node-folder" and "nodeAffinity" not in volume, (
+        "each node has its own"
+    )
+    for name in ("rollout", "trainer"):
+        pod = named("Deployment")[name]["spec"]["template"]["spec"]
+        assert volumes(pod)["cache"] == {"claimName": "node-folder"}
+    _, made = yaml.safe_load_all((KUBERNETES_NODES / "folder.yaml").read_text())
+    maker = made["spec"]["template"]["spec"]
+    *command, folder = maker["initContainers"][0]["command"]
+    uid = pod["securityContext"]["runAsUser"]
+    assert command == ["install", "-d", "-o", str(uid), "-g", str(uid), "-m", "0700"]
+    assert volumes(maker)["node"]["path"] + folder.removeprefix("/node") == volume["hostPath"]["path"]
 
 
 def test_every_pod_runs_without_rights_is_probed_and_has_a_memory_limit() -> None:
     for document in [*named("Deployment").values(), *named("StatefulSet").values()]:
         pod = document["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"] is True
+        assert {kind for volume in pod.get("volumes", []) for kind in volume} - {"name"} <= RESTRICTED
         for container in pod["containers"]:
             assert "livenessProbe" in container and container["resources"]["limits"]["memory"]
             assert container["securityContext"] == {

@@ -1,6 +1,7 @@
 """Workers, timeline, dead letters and metrics, from real telemetry messages."""
 
 import asyncio
+import dataclasses
 import time
 from typing import Any
 
@@ -9,12 +10,13 @@ import openai
 import pytest
 
 from common.bus.bus import Bus
+from common.bus.streams import Cell
 from common.models.base_digest import base_digest
 from common.settings import TINY
 from common.wire.messages import DeadLetter, Outside, Span, WorkerReport
 from common.wire.reported import InPool
 from common.worker.telemetry import KEEP_S
-from manager_service.records.cluster import BaseTurn, Cluster
+from manager_service.records.cluster import BaseTurn, Cluster, WantedWorkers
 from tests.support.api_server import ApiServer, create, method, upload
 
 
@@ -113,6 +115,25 @@ async def test_workers_and_timeline_are_for_the_operator(server: ApiServer) -> N
     assert {(span["tenant"], span["job"]) for span in timeline} == set(whose)
     later = await server.http.get("/v1/cluster/timeline", params={"since": now_s + 9}, headers=server.as_admin())
     assert later.json()["data"] == []
+
+
+async def test_an_autoscaler_is_told_the_workers_of_all_bases_or_why_it_cannot_be(
+    server: ApiServer, redis_url: str
+) -> None:
+    async def total() -> tuple[int, Any]:
+        answer = await server.http.get("/v1/cluster/wanted/total", headers=server.as_admin())
+        return answer.status_code, answer.json()
+
+    assert (await server.http.get("/v1/cluster/wanted/total")).status_code == 403
+    status, answer = await total()
+    assert status == 503 and "how many rollout workers tiny wants" in answer["error"]["message"]
+    bases = server.api.bases
+    bases["wide"] = dataclasses.replace(bases["tiny"], bus=(wide := Bus.connect(redis_url, Cell("wide"))))
+    for name, workers in (("tiny", 3), ("wide", 2)):
+        assert (await total())[0] == 503, "not of all"
+        await server.bus.client.set(bases[name].cell.wanted, msgspec.json.encode(WantedWorkers(workers, 99, 1)))
+    assert await total() == (200, {"workers": 5})
+    await wide.close()
 
 
 async def test_readiness_says_what_is_missing(server: ApiServer) -> None:

@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
+from structlog.testing import capture_logs
 
 from common.cancellation import cancel_all
 from common.wire.messages import GradeRequest, GradeResult
@@ -314,6 +315,36 @@ def num_asking(server: ApiServer) -> list[int]:
     """Requests that hold a place or wait for one: for a chat, and for a grader."""
     places = server.api.bases["tiny"].inference._places  # pyright: ignore[reportPrivateUsage]
     return [sum(asked.num for asked in places[kind].asking().values()) for kind in ("rollout", "env")]
+
+
+async def test_a_client_that_leaves_while_its_body_is_read_is_no_error_of_ours(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def reading(*_: object, **__: object) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(server.api.helpers, "do", reading)
+    with capture_logs() as logs:
+        client = asyncio.create_task(server.http.post(CHAT, json=chat("x" * 10_000)))
+        await begun.wait()
+        await cancel_all([client])
+        await ended.wait()
+        assert (await server.http.get("/v1/models")).status_code == 200
+    assert "internal_error" not in [log["event"] for log in logs]
+
+
+@pytest.mark.parametrize("large", [{"model_sample": "é" * 300_000}, {"item": {"answer": "x", "note": "x" * 600_000}}])
+async def test_a_grader_run_travels_in_one_message_and_leaves_nothing_in_the_store(
+    server: ApiServer, large: dict[str, Any]
+) -> None:
+    refused = await server.http.post(RUN, json=graded() | large)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_large")
 
 
 async def test_many_choices_of_one_request_leave_room_for_others(server: ApiServer) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from common.store.adapters import PEFT_FILES
 from common.wire.messages import AdapterRef
-from manager_service.http import connections
+from manager_service.http import connections, open_requests
 from manager_service.http.openai.adapter_content import files_of
 from manager_service.http.openai.files import downloads
 from manager_service.owner.jobs.journal import MAX_TEXT
@@ -92,6 +92,20 @@ async def test_a_request_is_open_until_its_answer_is_read(server: ApiServer) -> 
     # And there is once one was read
     await readers[0].read_all()
     assert (await server.http.get("/v1/models")).status_code == 200
+
+
+async def test_answers_that_a_tenant_does_not_read_have_so_many_bytes(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_requests, "MAX_UNREAD_BYTES", LARGE * 3 // 2)
+    url = await samples_of(server)
+    reader = await Reader(server, url, server.key).ask()
+    assert b"200 OK" in await reader.read(1024)
+    refused = await server.http.get(url)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_open")
+    assert (await server.http.get("/v1/models")).status_code == 200
+    await reader.read_all()
+    assert (await server.http.get(url)).status_code == 200
 
 
 async def test_a_client_that_reads_too_slowly_is_closed(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

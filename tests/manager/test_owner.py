@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER, Cell, partition_of
+from common.cancellation import cancel_all
 from common.errors import Fenced
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
@@ -26,6 +27,8 @@ from harness.standin import (
     until_status,
 )
 from manager_service.http.quota import count_inference
+from manager_service.owner import big_steps
+from manager_service.owner.big_steps import PayloadTidier
 from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.items import Items
@@ -395,6 +398,24 @@ async def test_payloads_go_once_no_message_can_name_their_version(system: System
     await until(lambda: kept(system.objects, spec.id, minimum=1))
     await command(system.bus, spec, "cancel")
     await until(lambda: kept(system.objects, spec.id, minimum=None))
+
+
+async def test_old_payloads_of_completions_and_grader_runs_go(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [f"payloads/{job}/00000000/large" for job in ("chat-1", "ftjob-1", "grade-1")]
+    for path in paths:
+        await objects.write(path, b"of a message")
+    await objects.delete_older("payloads/chat-1", 3600.0)
+    assert await objects.paths("payloads") == paths
+    monkeypatch.setattr(big_steps, "ENDED_S", -3600.0)
+    task = asyncio.create_task(PayloadTidier(objects).run())
+    await until(lambda: is_left(objects, paths[1:2]))
+    await cancel_all([task])
+
+
+async def is_left(objects: Objects, paths: list[str]) -> bool:
+    return await objects.paths("payloads") == paths
 
 
 async def kept(objects: Objects, job: str, *, minimum: int | None) -> bool:

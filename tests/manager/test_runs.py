@@ -18,7 +18,7 @@ from harness.standin import create_job, job_spec, until_status
 from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.partition import Partition
-from manager_service.owner.runs import runs
+from manager_service.owner.runs import kept_results, runs
 from manager_service.owner.transaction import Commits, Fence, Lost
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import USED_S, Checkpoint, RunState, RunStatus
@@ -49,6 +49,39 @@ async def test_an_optim_step_commits_a_version_and_every_operation_has_a_result(
         assert [op.seq for message in trainer.seen for op in message.operations] == [1, 2, 3, 4]
     usage = await world.bus.client.hget(world.bus.cell.usage(TENANT), f"{run}/trained_tokens")
     assert float(usage or 0) == len(trainer.seen)
+
+
+async def test_the_oldest_results_of_a_tenant_go_beyond_so_many_bytes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_results, "MAX_BYTES", 3 * kept_results.LEAST_BYTES)
+    async with world.hashing_trainer():
+        first, second = await world.create(), await world.create(1)
+        for run in (first, second):
+            await world.result(run, 0)
+        for run in (first, second):
+            await world.send(run, (1, "forward"), (2, "forward"))
+            await world.result(run, 2)
+    kept = [await world.bus.client.hkeys(world.bus.cell.results(run)) for run in (first, second)]
+    assert kept == [[b"2"], [b"1", b"2"]]
+
+
+async def test_a_large_payload_goes_when_nobody_reads_its_operation_again(world: World) -> None:
+    async with world.hashing_trainer():
+        run, other = await world.create(), await world.create(1)
+        await world.publish(run, 1, "forward_backward", bytes(2 << 20))
+        await world.publish(other, 1, "forward", bytes(2 << 20))
+        for name in (run, other):
+            await world.result(name, 1)
+
+        async def kept(name: str, num: int) -> bool:
+            return len(await world.objects.paths(f"payloads/{name}")) == num
+
+        await until(lambda: kept(other, 0))
+        assert await kept(run, 1), "its gradient may have to begin again"
+        await world.send(run, (2, "optim_step"))
+        await until(lambda: kept(run, 0))
+        assert (await world.state(run)).status == "ready"
 
 
 async def test_operations_are_carried_out_in_the_order_of_their_numbers_and_once(world: World) -> None:

@@ -145,7 +145,8 @@ def test_a_job_of_three_turns_asks_for_its_base_three_times_a_step() -> None:
         at_s=0, tenant="t", base="a", shape=JobShape(1, 1), steps=2, rollout_s=9, train_s=4, tool_s=3, turns=3
     )
     cluster = has_run(Setup("backfill", {0: PoolSize(1)}, PoolSize(1), lag=0, sigma=0.0), [job])
-    [other] = cluster.rollouts.workers if cluster.rollouts else ()
+    assert cluster.rollouts is not None
+    [other] = cluster.rollouts.workers
     assert cluster.ended[0].alone_s == 2 * 16 and other.books.busy == pytest.approx(18)
     assert other.books.idle > 2 * (2 + 4), "it waits for tools between turns"
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from common.store.objects import Objects
+from common.store.objects import InThread, Objects
 
 
 class GatedStore(Objects):
@@ -24,8 +24,8 @@ class GatedStore(Objects):
         """Payloads that were asked for."""
         return [path for path in self.asked if path.startswith("payloads/")]
 
-    async def get(self, path: str) -> bytes:
+    async def get(self, path: str, beside: InThread = asyncio.to_thread) -> bytes:
         if path.startswith("payloads/") or path.endswith("/00000001/manifest.json"):
             self.asked.append(path)
             await self.gate.wait()
-        return await super().get(path)
+        return await super().get(path, beside)

@@ -169,11 +169,9 @@ class World(System):
 
     async def send(self, run: str, *operations: tuple[int, Action], failure: Failure | None = None) -> None:
         for seq, action in operations:
-            await self._publish(run, seq, action, f"{action} {seq}".encode(), failure)
+            await self.publish(run, seq, action, f"{action} {seq}".encode(), failure)
 
-    async def _publish(
-        self, run: str, seq: int, action: Action, payload: bytes, failure: Failure | None = None
-    ) -> None:
+    async def publish(self, run: str, seq: int, action: Action, payload: bytes, failure: Failure | None = None) -> None:
         operation = Operation(
             id=f"{run}:{seq}",
             tenant=TENANT,
@@ -189,11 +187,11 @@ class World(System):
 
     async def save(self, run: str, seq: int, wanted: SaveWeights, action: Action = "save_for_sampler") -> Saved:
         payload = msgspec.msgpack.encode(wanted)
-        await self._publish(run, seq, action, payload)
+        await self.publish(run, seq, action, payload)
         return msgspec.msgpack.decode((await self.result(run, seq)).outputs, type=Saved)
 
     async def load(self, run: str, seq: int, source: AdapterRef) -> None:
-        await self._publish(run, seq, "load", msgspec.msgpack.encode(LoadWeights("tinker://x", source)))
+        await self.publish(run, seq, "load", msgspec.msgpack.encode(LoadWeights("tinker://x", source)))
 
     async def change_name(self, run: str, known: Checkpoint, **to: Any) -> None:
         about: dict[str, Any] = {"tenant": TENANT, "job": run, "partition": PARTITION}

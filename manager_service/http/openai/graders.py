@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from common.bus.streams import partition_of
+from common.errors import InvalidInput
 from common.wire.messages import EnvSpec, GradeRequest, GradeResult
 from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Parts, Tenant
@@ -26,6 +27,8 @@ from manager_service.records.tenants import TenantRecord
 router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON, route_class=JsonRoute)
 
 PARAM = "grader"
+MAX_RUN_BYTES = 512 << 10
+"""Bytes of an item and an answer together: with a grader they travel in one message, which stays below a claim check."""
 NEVER = (
     *("formula_parse_error", "invalid_variable_error", "sample_parse_error", "truncated_observation_error"),
     *("model_grader_parse_error", "model_grader_refusal_error", "model_grader_server_error"),
@@ -88,6 +91,9 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> R
     without a result, the seconds for which it ran.
     """
     item = body.item or {}
+    if (num_bytes := len(JSON.encode(item)) + len(body.model_sample.encode())) > MAX_RUN_BYTES:
+        told = f"item and model_sample have {num_bytes} bytes together; at most {MAX_RUN_BYTES}"
+        raise InvalidInput(told, param="item", code="too_large")
     await _check(api, tenant, body.grader, item)
     base = find_base(api, body.model, param="model") if body.model else await base_asked(api, tenant, body.grader)
     check_grader_hosts(body.grader, base.cluster.outside(), param=PARAM)

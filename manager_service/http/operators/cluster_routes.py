@@ -11,11 +11,11 @@ from common.bus.payloads import plain_of
 from common.bus.streams import Cell
 from common.wire.codec import decode
 from common.wire.messages import DeadLetter, WorkerReport
-from manager_service.http.context import Admin, Parts
-from manager_service.http.errors import COMMON
+from manager_service.http.context import Admin, Api, Parts
+from manager_service.http.errors import COMMON, unavailable
 from manager_service.http.openai.paging import After, Limit, page, wrong_cursor
-from manager_service.http.schemas import DeadLetterObject, Page, SpanObject, WorkerObject
-from manager_service.records.cluster import WorkerSpan, wanted_of
+from manager_service.http.schemas import DeadLetterObject, Page, SpanObject, WantedTotal, WorkerObject
+from manager_service.records.cluster import WantedWorkers, WorkerSpan, wanted_of
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"], responses=COMMON)
 
@@ -43,8 +43,21 @@ def _worker(worker: WorkerReport) -> WorkerObject:
 async def wanted(api: Parts, admin: Admin) -> dict[str, dict[str, int | str]]:
     """The rollout `workers` that each base model wants for its `turns`; its `live` ones, their `bounds`, and which `retires`. Without
     bases of which no manager has said so lately. Needs the admin key."""
-    found = {name: await wanted_of(base.redis, base.cell) for name, base in api.bases.items()}
-    return {name: msgspec.structs.asdict(one) for name, one in found.items() if one}
+    return {name: msgspec.structs.asdict(one) for name, one in (await _wanted(api)).items() if one}
+
+
+@router.get("/wanted/total")
+async def wanted_total(api: Parts, admin: Admin) -> WantedTotal:
+    """The rollout `workers` that all base models want together, for autoscalers: a worker serves all of them. 503 while no manager has
+    said so lately of one, so that the number of workers stays as it is. Needs the admin key."""
+    found = await _wanted(api)
+    if unknown := sorted(name for name, one in found.items() if one is None):
+        raise unavailable(f"no manager has said lately how many rollout workers {', '.join(unknown)} wants")
+    return WantedTotal(workers=sum(one.workers for one in found.values() if one))
+
+
+async def _wanted(api: Api) -> dict[str, WantedWorkers | None]:
+    return {name: await wanted_of(base.redis, base.cell) for name, base in api.bases.items()}
 
 
 @router.get("/timeline")

@@ -24,13 +24,15 @@ MAX_HELD_BYTES = 256 << 20
 on one by one, or runs that all hold something could wait for each other without end."""
 
 # KEYS: seqs, run, ops, held. ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most open operations, most bytes of
-# all of the tenant's, numbers to remember, whether Redis has no room for data (1 or 0), then the entry's fields.
-# Answers with what came of it. What has no data is taken, an optim_step above all, if it is no longer than MAX_OPEN behind the first
-# open operation. That first one, for which the others wait, is taken unless the tenant's runs hold too much: then only of the run that
-# holds the most (of equals, the first by name), so that one of them always comes to its step; and unless it is too much for one step.
+# all of the tenant's, numbers to remember, whether Redis has no room for data (1 or 0), the path of its payload, then the entry's fields.
+# Answers with what came of it: `known` if this very one was taken before, `twice` if one like it was. What has no data is taken, an
+# optim_step above all, if it is no longer than MAX_OPEN behind the first open operation. That first one, for which the others wait, is
+# taken unless the tenant's runs hold too much: then only of the run that holds the most (of equals, the first by name), so that one of
+# them always comes to its step; and unless it is too much for one step.
 _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
-if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
+if known and string.sub(known, 1, 64) ~= ARGV[2] then return 'other' end
+if known then return string.find(known, ' ' .. ARGV[10] .. ' ', 1, true) and 'known' or 'twice' end
 local status, head, log = unpack(redis.call('HMGET', KEYS[2], 'status', 'head', 'log'))
 if not status or status == 'ended' or status == 'failed' and ARGV[3] ~= 'unload' then return status or 'ended' end
 -- A number below the head has its result, or was given up: to take it now would carry it out behind its step.
@@ -59,9 +61,9 @@ end
 if has_data and tonumber(ARGV[4]) + tonumber(log or 0) > tonumber(ARGV[7]) then return steps and 'holds' or 'too much' end
 if has_data and held > tonumber(ARGV[7]) and not most then return 'holds' end
 if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
-redis.call('XADD', KEYS[3], '*', unpack(ARGV, 10))
+redis.call('XADD', KEYS[3], '*', unpack(ARGV, 11))
 local last = tonumber(redis.call('HGET', KEYS[1], 'last') or 0)
-redis.call('HSET', KEYS[1], seq, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4], 'last', math.max(seq, last))
+redis.call('HSET', KEYS[1], seq, table.concat({ARGV[2], ARGV[3], ARGV[10], ARGV[4]}, ' '), 'last', math.max(seq, last))
 if seq > tonumber(ARGV[8]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[8])) end
 if ARGV[3] == 'unload' then redis.call('HSET', KEYS[1], 'unload', seq) end
 return 'new'
@@ -140,11 +142,12 @@ async def _submit(run: RunRow, new: NewOperation, objects: Objects) -> str:
     limits = [MAX_OPEN, MAX_HELD_BYTES, NUM_SEQS_KEPT]
     fields = await run.base.bus.fields(operation)
     no_room = int(await run.base.gauge.used() > MAX_USED_FOR_NEW)
-    words = [new.seq, new.digest, new.action, held_bytes(new.payload), run.id, *limits, no_room, *fields]
+    path = fields[-1] if fields[-2] == "ref" else "-"
+    words = [new.seq, new.digest, new.action, held_bytes(new.payload), run.id, *limits, no_room, path, *fields]
     answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
-    if answer not in (b"new", b"known"):  # "known" may be this one's: Redis' answer to the first try was lost
+    if answer not in (b"new", b"known"):  # "known": Redis' answer to the first try of this very one was lost
         await _tidy(fields, objects)
-    return answer.decode()
+    return "known" if answer == b"twice" else answer.decode()
 
 
 async def _tidy(fields: list[Any], objects: Objects) -> None:

@@ -34,8 +34,8 @@ from manager_service.records.run_records import (
     use,
 )
 
-NUM_KEPT = 10_000
-"""Runs whose specs a replica remembers: they never change."""
+NUM_KEPT = 1000
+"""Runs whose specs a replica remembers, for they never change: a user's metadata may take a quarter of a megabyte each."""
 
 WAIT_S = 20.0
 """Seconds that a request waits for the owner: another takes over within a lease."""

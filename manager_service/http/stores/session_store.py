@@ -13,6 +13,8 @@ from manager_service.records.run_records import SESSION_ALIVE_S, SESSION_KEPT_S,
 
 LARGE_BYTES, MAX_LARGE = 1024, 1000
 """Sessions whose records, with what their users note in them, have more bytes; how many of them a tenant keeps."""
+READ_COUNT = 100
+"""Sessions that are read together: a tenant may have 8 MB of them."""
 
 
 class ClientSessions:
@@ -57,9 +59,11 @@ class ClientSessions:
         return [session for created_at, session in rows if before is None or (created_at, session) < before]
 
     async def some(self, tenant: str, sessions: Sequence[str]) -> list[ClientSession]:
-        """The sessions of a tenant that are still kept."""
-        records = await self._api.redis.mget([_key(session) for session in sessions]) if sessions else []
-        found = [msgspec.json.decode(record, type=ClientSession) for record in records if record is not None]
+        """The sessions of a tenant that are still kept. Others have Redis and the event loop between. Call in `Api.reads`."""
+        found: list[ClientSession] = []
+        for start in range(0, len(sessions), READ_COUNT):
+            records = await self._api.redis.mget([_key(each) for each in sessions[start : start + READ_COUNT]])
+            found += [msgspec.json.decode(record, type=ClientSession) for record in records if record is not None]
         return [session for session in found if session.tenant == tenant]
 
     async def alive(self, sessions: Sequence[str]) -> set[str]:

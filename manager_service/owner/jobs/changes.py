@@ -90,6 +90,8 @@ class Changes:
     settled: list[str] = field(default_factory=list)  # runs that have just ended
     over: list[Moved] = field(default_factory=list)  # ended runs that leave Redis
     results: dict[str, list[OperationResult]] = field(default_factory=dict)  # run -> of its operations
+    oldest_operations: dict[str, int] = field(default_factory=dict)  # changed run -> its oldest that may be read again
+    dropped_results: dict[str, list[int]] = field(default_factory=dict)  # run -> numbers of its operations
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
@@ -218,6 +220,7 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[RedisCommand]
             result.append(
                 ["HDEL", cell.results(run), *forgotten]
             )  # nobody can ask for these: `seqs` has forgotten them
+    result += [["HDEL", cell.results(run), *seqs] for run, seqs in changes.dropped_results.items()]
     for moved in changes.over:
         run, tenant = moved.job, moved.tenant
         result.append(["DEL", *(key(run) for key in (cell.run, cell.versions, cell.seqs, cell.results))])

@@ -79,6 +79,11 @@ class Run:
         return self.log_bytes + sum(held_bytes(pending.operation.payload) for pending in self._waiting.values())
 
     @property
+    def oldest_operation(self) -> int:
+        """The number of the first operation that is in the log or has no result."""
+        return min(self._log, default=self.state.head)
+
+    @property
     def trainer_stream(self) -> str:
         """The stream of the trainer that has the gradient; empty if none has."""
         return self.cell.trainer(self.state.holder) if self.state.holder else ""

@@ -10,6 +10,7 @@ from common.bus.streams import Cell
 from common.wire.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, JobCommand, Message, Usage
 from common.wire.operations import Forgotten, NameChange, Operation, OperationResult, OperationsAnswered, OperationsDone
 from manager_service.owner.jobs.changes import Changes, Moved
+from manager_service.owner.runs.kept_results import KeptResults
 from manager_service.owner.runs.run import Run
 from manager_service.owner.runs.run_retention import LOOK_AGAIN_S, Retention, RunRetention, VersionNeeds, read_versions
 from manager_service.records.job_records import JobError
@@ -48,6 +49,7 @@ class Runs:
         self._number = number
         self._ended: dict[str, RunRetention] = {}  # ended runs, while something of them is deleted
         self._retired_at = 0.0  # seconds since 1970
+        self._results = KeptResults()
         self._silent: dict[str, float] = {}  # session -> when it was first found without a sign of life
 
     @property
@@ -264,10 +266,13 @@ class Runs:
         """Announces results, sets the changed runs' clocks, and removes the ended ones. Call before each commit."""
         for name, results in changes.results.items():
             self._tell(name, [result.seq for result in results], changes)
+            if run := self.table.get(name):
+                self._results.add(run.spec.tenant, name, results, changes)
         for name in changes.runs:
             if run := self.table.get(name):
                 run.changed_at = now
                 self._count(run, changes)
+                changes.oldest_operations[name] = run.oldest_operation
                 if run.settled:
                     changes.settled.append(name)
                     self.table.remove(name)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.bus import payloads
 from common.wire.messages import f32
 from common.wire.operations import OperationsAnswered, Outputs
 from harness.redis_server import RedisServer
@@ -184,6 +185,15 @@ async def test_a_run_that_cannot_be_created_says_why(server: ApiServer, client: 
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_large_operation_that_comes_again_leaves_nothing_in_the_store(
+    server: ApiServer, client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "CLAIM_CHECK_BYTES", 64)
+    answers = await asyncio.gather(*(client.send(pass_over(run, 1)) for _ in range(4)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(await server.api.objects.paths(f"payloads/{run_of(run)}")) == 1
 
 
 async def test_the_same_operation_is_taken_once_and_another_not_under_its_number(

@@ -61,6 +61,19 @@ async def test_large_sessions_are_forgotten_sooner(client: TinkerClient, monkeyp
     assert set((await client.get("sessions?limit=100")).json()["sessions"]) == set(kept)
 
 
+async def test_searches_read_sessions_a_few_at_a_time_in_turn_with_the_tenants_other_reads(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_store, "READ_COUNT", 2)
+    sessions = [await client.session() for _ in range(5)]
+    turn = server.api.reads.of("default")
+    async with turn, turn:
+        search = asyncio.create_task(client.post("sessions/search"))
+        assert (await (await client_of(server, "acme")).post("sessions/search")).status_code == 200
+        assert not search.done()
+    assert {row["session_id"] for row in (await search).json()["sessions"]} == set(sessions)
+
+
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,8 @@ from manager_service.records.keys import GLOBAL, JSON
 from manager_service.records.stored import StoredBytes, file_sizes
 from manager_service.records.tenants import TenantRecord
 
+PIECE_BYTES = 256 << 10
+"""Bytes of a content that are in memory for each of its readers."""
 LINES_A_SLICE = 4
 """A slice has room for at least so many of the longest lines."""
 ADAPTER = "adapter"
@@ -203,8 +205,8 @@ async def content_of(file: UploadFile) -> tuple[ReadPart, int]:
 
 
 async def _parts(read: ReadPart, num_bytes: int) -> AsyncIterator[bytes]:
-    for at in range(0, num_bytes, SLICE_BYTES):
-        yield await read(at, SLICE_BYTES)
+    for at in range(0, num_bytes, PIECE_BYTES):
+        yield await read(at, PIECE_BYTES)
 
 
 async def _slices(read: ReadPart, num_bytes: int, size: int) -> AsyncIterator[bytes]:

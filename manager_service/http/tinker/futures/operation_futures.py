@@ -117,7 +117,7 @@ async def look(bus: Bus, run: RunSpec, seq: int, beside: Beside) -> ReadyResult 
 
 
 def _expired(run: RunSpec, seq: int) -> Expired:
-    return Expired(f"the result of {run.id}:{seq} was kept for an hour, and is gone")
+    return Expired(f"the result of {run.id}:{seq} is kept no longer: the newest are, for an hour")
 
 
 async def _missing(bus: Bus, run: RunSpec, head: bytes, seq: int) -> int | None:

@@ -45,7 +45,8 @@ async def events(
     hours = _hours(starting_on, ending_before)
     found = [await _used(base, tenant, hours) for base in api.bases.values()]
     rows = sorted((row for rows in found for row in rows.items()), key=lambda row: (row[0][0], -row[1]))
-    sessions = await tinker.sessions.some(tenant.id, sorted({session for (_, _, session, _), _ in rows if session}))
+    async with api.reads.of(tenant.id):
+        sessions = await tinker.sessions.some(tenant.id, sorted({session for (_, _, session, _), _ in rows if session}))
     told = {one.id: {"user_metadata": shown_metadata(one.user_metadata)} for one in sessions}
     return answer({"data": [_event(tenant, key, num) for key, num in rows], "sessions": told})
 

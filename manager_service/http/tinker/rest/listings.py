@@ -148,7 +148,7 @@ def _cursor(limit: int, offset: int, num: int) -> dict[str, int]:
 
 
 @router.post("/sessions/search")
-async def search_sessions(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
+async def search_sessions(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     """Newest first. A session is kept for a month after its last sign of life."""
     body = await read(request, SearchBody)
     if not 1 <= body.limit <= MAX_FOUND:
@@ -159,11 +159,12 @@ async def search_sessions(request: Request, tenant: Tenant, tinker: Tinker) -> R
     before = None if body.cursor is None else (body.cursor.created_at, body.cursor.last_session_id)
     is_own = body.owner.type != "user" or tenant.id in body.owner.owner_urns  # nobody sees another's sessions
     ids = await tinker.sessions.ids_before(tenant.id, before) if is_own else []
-    for start in range(0, len(ids), NUM_READ):
-        rows = await _read(tinker, tenant.id, ids[start : start + NUM_READ])
-        found += [(session, alive) for session, alive in rows if _fits(body, session, alive=alive)]
-        if len(found) > body.limit:
-            break
+    async with api.reads.of(tenant.id):  # decoded sessions are many times as large as their records
+        for start in range(0, len(ids), NUM_READ):
+            rows = await _read(tinker, tenant.id, ids[start : start + NUM_READ])
+            found += [(session, alive) for session, alive in rows if _fits(body, session, alive=alive)]
+            if len(found) > body.limit:
+                break
     shown, more = found[: body.limit], len(found) > body.limit
     nums = await _num_checkpoints(tinker, tenant.id, {session.id for session, _ in shown})
     last = shown[-1][0] if shown else None
