@@ -173,7 +173,7 @@ class BaseFetch:
                 convoy.began.set()
 
     async def _tensors(self, name: str, file: StoredFile) -> list[StoredTensor]:
-        """Those of a file in the store, by its header. Raises CorruptObject too."""
+        """The tensors of a file in the store, by its header. Raises CorruptObject too."""
         read, end = bytearray(), 8
         async for piece in self._objects.stream(base_path(self._digest, name), 0, LEAST_PART):
             read += piece

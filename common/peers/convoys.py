@@ -44,12 +44,12 @@ class Convoy:
         self.reading = asyncio.Lock()
         """Whoever reads the folder, or renames it, holds it."""
         self.loaders = list[Loader]()
-        """Those of its convoy, by stage, as of TELL_S ago; empty unless all are there."""
+        """The loaders of its convoy, by stage, as of TELL_S ago; empty unless all are there."""
         self._bus, self._worker, self._address = bus, worker, address
 
     @property
     def number(self) -> int:
-        """That of its stage."""
+        """The number of its stage."""
         return self.place % self.num_stages
 
     @property

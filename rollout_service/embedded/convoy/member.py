@@ -66,7 +66,7 @@ async def take_part(make: Make, settings: RolloutSettings, parts: Parts, convoy:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What leads a convoy, if its loader is the first: a stage, and the rows."""
+    """The first of a convoy: has a stage, and leads the rows."""
 
     make: Make
     settings: RolloutSettings
