@@ -31,7 +31,7 @@ UNLIMITED = console.options.update(max_width=10_000)
 FOLDED_WIDTH = 30
 """Width of columns that may be wrapped, in a narrow terminal."""
 
-COPIED = ("id", "job", "tuned model")
+COPIED = ("id", "job", "tuned model", "from")
 """Columns whose values are copied to other commands: they are never cut or wrapped."""
 UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode's categories of control, format (such as bidirectional) and surrogate characters, and of its own line ends."""

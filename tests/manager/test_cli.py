@@ -302,7 +302,8 @@ def test_events_are_shown_oldest_first(api: type[FakeApi]) -> None:
 
 
 def test_base_models_are_listed_with_what_they_rule_out(api: type[FakeApi]) -> None:
-    about = {"source": "Qwen/Qwen3-0.6B", "num_weights": 596_049_920, "dtype": "bfloat16", "context": 3072}
+    source = f"store:q@{'0a' * 16}-{'1b' * 16}"  # copied to other machines' settings
+    about = {"source": source, "num_weights": 596_049_920, "dtype": "bfloat16", "context": 3072}
     base = {
         "id": "q",
         "version": None,
@@ -311,7 +312,7 @@ def test_base_models_are_listed_with_what_they_rule_out(api: type[FakeApi]) -> N
     api.answers["GET", "/v1/models"] = [{"id": "ft:q:acme::ftjob-1", "version": 3, "base": None}, base]
     assert json.loads(run("models", "--json"))[1] == base
     shown = run("models")
-    assert "596 M" in shown and "3,072" in shown and "Qwen/Qwen3-0.6B" in shown
+    assert "596 M" in shown and "3,072" in shown and source in shown
     assert "q rules out jobs of several turns" in shown and "ft:q:acme::ftjob-1@3" in shown
 
 
