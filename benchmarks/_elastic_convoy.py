@@ -32,7 +32,7 @@ from harness.proxy import Proxy
 from harness.redis_server import embedded_redis
 from harness.s3_server import S3Server, environment
 
-TOKENS, BYTES_PER_S = 8, 20_000_000
+TOKENS, BYTES_PER_S = 8, 5_000_000
 
 
 class First(msgspec.Struct, frozen=True):
