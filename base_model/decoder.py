@@ -15,7 +15,6 @@ import structlog
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import InvalidInput
@@ -120,34 +119,23 @@ class Decoder:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         max_context: int | None = None,
+        stage: Stage | None = None,
     ) -> "Decoder":
-        """Loads a local Hugging Face folder. Raises InvalidInput for an unsupported model, or non-finite weights."""
+        """Loads a local Hugging Face folder. `stage`: only what that one needs, for other weights may be missing; all but the head have
+        an empty embedding. Raises InvalidInput for an unsupported model, or non-finite weights."""
         folder = Path(folder)
         config = DecoderConfig.load(folder, max_context)
         check_weights(folder, BaseShape.load(folder))
         weights: dict[str, Tensor] = {}
         for shard in sorted(folder.glob("*.safetensors")):
-            loaded = load_file(shard, device=device)
-            check_finite(folder, loaded.items())
-            weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
-        return cls(config, weights)
-
-    @classmethod
-    def load_stage(
-        cls, folder: Path, stage: Stage, *, device: str, dtype: torch.dtype, max_context: int | None
-    ) -> "Decoder":
-        """Loads what one stage of a convoy needs, of a folder whose other weights may be missing. Without the embedding, which the head
-        has, there is an empty one. Raises InvalidInput, as `load`."""
-        config, weights = DecoderConfig.load(folder, max_context), dict[str, Tensor]()
-        for shard in sorted(folder.glob("*.safetensors")):
             with safe_open(shard, "pt", device=device) as stored:
-                names = [name for name in stored.keys() if stage.has(name)]  # noqa: SIM118 - it is no dict
+                names = [name for name in stored.keys() if stage is None or stage.has(name)]  # noqa: SIM118 - it is no dict
                 loaded = {name: stored.get_tensor(name) for name in names}
             check_finite(folder, loaded.items())
             weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
-        if stage.number:
-            config = replace(config, tied=True)
-            weights["embed_tokens.weight"] = weights["norm.weight"].new_zeros(0, config.hidden)
+        if stage and stage.number:
+            config, empty = replace(config, tied=True), weights["norm.weight"].new_zeros(0, config.hidden)
+            weights["embed_tokens.weight"] = empty
         return cls(config, weights)
 
     @property

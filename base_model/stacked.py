@@ -206,7 +206,6 @@ class Product:
     rows: Tensor | None = None  # [n] the rows of this class; None: all N
     places: Tensor | None = None  # [n] the places of `rows`; None: in order
     in_place: bool = False  # sums inside the products: fewer operations, other bits; where all rows are in order
-    owners: Sequence[FusedAdapter] = ()  # the adapter in each lane, or one with which any row there may be computed
 
     def add_to(self, y: Tensor, x: Tensor, number: int) -> None:
         """Adds to y [N, out] B A x, of x [N, in]."""
@@ -267,7 +266,7 @@ class LanePlanner:
             return [self._own(adapter, rows) for adapter, rows in rows_of.items()]
         for lane, adapter in enumerate(adapters):
             lanes.put(lane, adapter)
-        return [Product(lanes.first(len(adapters)), owners=adapters)]
+        return [Product(lanes.first(len(adapters)))]
 
     def plan_lanes(self, adapters: Sequence[FusedAdapter | None]) -> tuple[list[Product], np.ndarray, int] | None:
         """Plans a forward whose rows stand in lanes, which each product serves: the products, each row's place, and the number of
@@ -326,9 +325,7 @@ class LanePlanner:
             rows, places = None, [place_of.get(row, 0) for row in range(size)]
         else:
             rows, places = self._index([*place_of]), [*place_of.values()]
-        owners = dict(zip(assigned, (adapter for adapter, _ in blocks), strict=True))
-        each = [owners.get(lane, blocks[0][0]) for lane in range(num_lanes)]
-        return [Product(lanes.first(num_lanes), self._index(gather), rows, self._index(places), owners=each)]
+        return [Product(lanes.first(num_lanes), self._index(gather), rows, self._index(places))]
 
     def _width(self, nums: Sequence[int]) -> int:
         """The rows of a lane, for adapters of so many rows each."""
@@ -338,8 +335,7 @@ class LanePlanner:
     def _own(self, adapter: FusedAdapter, rows: list[int]) -> Product:
         """The product of one adapter's rows with its own factors, which need no copy."""
         gather = rows + rows[:1] * (-len(rows) % self._lane_rows)
-        places = self._index([*range(len(rows))])
-        return Product(adapter.factors, self._index(gather), self._index(rows), places, owners=[adapter])
+        return Product(adapter.factors, self._index(gather), self._index(rows), self._index([*range(len(rows))]))
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
@@ -347,7 +343,7 @@ class LanePlanner:
 
 def uniform(adapter: FusedAdapter) -> Product:
     """A product for a forward whose rows are all of one adapter."""
-    return Product(adapter.factors, owners=[adapter])
+    return Product(adapter.factors)
 
 
 def _places(adapters: Iterable[FusedAdapter | None]) -> dict[FusedAdapter, list[int]]:

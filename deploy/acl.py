@@ -14,7 +14,7 @@
     health     PING
     operator   everything; no service uses it
 
-Rollout workers alone keep `holders:*`, `peer-key` and `convoy`, by which they pass files on to each other. Every worker also keeps
+Rollout workers alone keep `holders:*`, `peer-key` and `convoy:*`, by which they pass files on to each other. Every worker also keeps
 `partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
 `bits:live`, enters it by `open-at` and `opening` of its service, reads `weights`, reads and sets `store`, and sees whether `begun` is
 empty. Env and rollout workers keep `history` together; rollout workers and trainers tell each other of places by `pool`.
@@ -133,7 +133,7 @@ class _Keys:
             appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )
         own = (cell.rollout_workers, cell.hungry, cell.moved(cell.rollout_worker("*"), "*"))
-        relay = (cell.holders("*"), cell.peer_key, cell.convoy)
+        relay = (cell.holders("*"), cell.peer_key, cell.convoy("*"))
         return replace(rights, settles=(*rights.settles, cell.history("*"), *own, *relay))
 
     @property

@@ -35,7 +35,7 @@
     bits:live                  zset     services that have live workers, by when they count as gone, ms
     holders:<sha256>           hash     rollout worker -> what it has of a file, and until when that counts; expires
     peer-key                   string   what rollout workers must know to follow each other
-    convoy                     hash     rollout worker that loads -> its stage of the base model, and until when that counts; expires
+    convoy:<place>             string   rollout worker that loads a stage of the base model, how far it is, and its address; expires
     store                      string   identity of the local store that the cell's first service found
     memory                     hash     kind of key -> bytes of Redis' memory, estimated by one owner
     disk-full                  string   set while the disk of `marlaas up`'s Redis is full
@@ -158,7 +158,7 @@ class Cell:
     store = Key("store")
     holders = KeyOf[str]("holders")
     peer_key = Key("peer-key")
-    convoy = Key("convoy")
+    convoy = KeyOf[int | str]("convoy")
     memory = Key("memory")
     disk_full = Key("disk-full")
     dropped = Key("dropped")

@@ -1,8 +1,9 @@
 """Divides a base model's layers among the stages of a convoy: loaders that serve together before any has the whole."""
 
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,26 +26,24 @@ class Stage(NamedTuple):
         layer = _layer_of(name)
         return layer in self.layers or (layer == OUTSIDE and (self.number == 0 or name in _LAST_NORM))
 
-    def parts_of(self, file: StoredFile, tensors: Iterable[StoredTensor]) -> list[int]:
+    def parts_of(self, file: StoredFile, tensors: Sequence[StoredTensor]) -> list[int]:
         """The numbers of a file's parts that it needs: those of its tensors, and of the header."""
-        step, ends = part_bytes(file.size), [(tensor.start, tensor.num_bytes, tensor.name) for tensor in tensors]
-        wanted = set(range(-(-ends[0][0] // step)))
-        for start, num_bytes, name in ends:
-            wanted |= {*range(start // step, -(-(start + num_bytes) // step))} if self.has(name) else set()
-        return sorted(wanted)
+        step, own = part_bytes(file.size), [tensor for tensor in tensors if self.has(tensor.name)]
+        ends = [(0, tensors[0].start), *((tensor.start, tensor.start + tensor.num_bytes) for tensor in own)]
+        return sorted({part for start, end in ends for part in range(start // step, -(-end // step))})
 
 
 def divided(tensors: Iterable[StoredTensor], num_stages: int) -> list[Stage]:
     """Stages of about as many bytes; each layer goes where its middle falls."""
-    sizes = Counter[int]()
+    sizes, stage_of = Counter[int](), list[int]()
     for tensor in tensors:
         sizes[_layer_of(tensor.name)] += tensor.num_bytes
-    total, before, ends = sizes.total(), sizes.pop(OUTSIDE, 0), [0] * num_stages
+    total, before = sizes.total(), sizes.pop(OUTSIDE, 0)
     for layer in range(len(sizes)):
-        own = min(num_stages - 1, int((before + sizes[layer] / 2) / total * num_stages))
-        ends[own:] = [layer + 1] * (num_stages - own)
+        stage_of.append(min(num_stages - 1, int((before + sizes[layer] / 2) / total * num_stages)))
         before += sizes[layer]
-    return [Stage(number, range(*both)) for number, both in enumerate(pairwise([0, *ends]))]
+    firsts = [bisect_left(stage_of, number) for number in range(num_stages + 1)]
+    return [Stage(number, range(*both)) for number, both in enumerate(pairwise(firsts))]
 
 
 def _layer_of(name: str) -> int:

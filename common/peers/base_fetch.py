@@ -26,14 +26,14 @@ import structlog
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.models.base_digest import base_digest, differ, shown
 from common.models.stages import divided
-from common.models.weight_files import StoredTensor, stored_tensors
+from common.models.weight_files import StoredTensor, parse_header
 from common.peers.chain import FolderUnusable, Relay
 from common.peers.convoys import Convoy
 from common.peers.folder import WrongPart, keep_right_parts, make_own_folder, write_part
 from common.settings import Settings, kept_base, resolve_config, resolve_model, stored_digest
 from common.store.bases import MANIFEST, BaseManifest, base_path, decode_manifest, read_base
 from common.store.objects import Objects
-from common.store.parts import PARTED_BYTES, StoredFile, part_bytes, read_parts
+from common.store.parts import LEAST_PART, PARTED_BYTES, StoredFile, read_parts
 
 LOOK_S = 0.1
 MAX_WRONG = 3
@@ -54,17 +54,10 @@ class BaseFetch:
     """One base model's way to this machine."""
 
     def __init__(
-        self,
-        objects: Objects,
-        node_dir: Path,
-        where: str,
-        *,
-        with_weights: bool,
-        relay: Relay | None = None,
-        convoy: Convoy | None = None,
+        self, objects: Objects, node_dir: Path, where: str, *, with_weights: bool, relay: Relay | None = None
     ) -> None:
-        """`where`: `store:NAME@DIGEST`. `relay`: through it come large files. `convoy`: its stage's share of them comes first."""
-        self._objects, self._relay, self._convoy = objects, relay, convoy
+        """`where`: `store:NAME@DIGEST`. `relay`: through it come large files, of a convoy its stage's share first."""
+        self._objects, self._relay, self._convoy = objects, relay, relay.convoy if relay else None
         self._where, self._digest, self._with_weights = where, stored_digest(where), with_weights
         self._whole = Path(kept_base(where, node_dir))
         self._target = self._whole if with_weights else Path(f"{self._whole}.texts")
@@ -160,38 +153,37 @@ class BaseFetch:
             yield
 
     async def _fetch_shares(self, convoy: Convoy, files: Mapping[str, StoredFile]) -> None:
-        """Fetches other files, then the weights of a convoy's stage, of the one behind it, and so on."""
+        """Fetches other files, then the weights of a convoy's stage, of the one behind it, and so on. So those who load together read the
+        store once. Whoever did gives later ones the stage that was its own, as each of them begins with another."""
         tensors = dict[str, list[StoredTensor]]()
         for name, file in files.items():
             if name.endswith(".safetensors") and file.size > PARTED_BYTES:
-                tensors[name] = await self._header(self._part / name, file)
+                tensors[name] = await self._tensors(name, file)
             else:
                 await self._complete(self._part / name, file)
         stages = divided(chain(*tensors.values()), convoy.num_stages)
-        own, group = await convoy.enter()
+        own = await convoy.enter()
         for stage in [*stages[own:], *stages[:own]]:
-            for name, file in ((name, files[name]) for name in tensors):
-                share = file.section(f"{stage.number}of{len(stages)}.{group}", stage.parts_of(file, tensors[name]))
+            for name, found in tensors.items():
+                share = files[name].section(f"{stage.number}of{len(stages)}", stage.parts_of(files[name], found))
                 await self._complete(self._part / name, share)
-                self._shares.append((name, share))
+                self._shares += [(name, share)] if stage.number == own else []
             if stage.number == own:
-                convoy.begin(self._part, stages)
+                convoy.folder, convoy.stages = self._part, stages
+                convoy.began.set()
 
-    async def _header(self, path: Path, file: StoredFile) -> list[StoredTensor]:
-        """Fetches a file's first parts; returns the tensors that they name. Raises CorruptObject too."""
-        num, needed = 0, 1
-        while num < needed:
-            num = min(needed, len(file.parts))
-            await self._complete(path, file.section(f"first{num}", range(num)))
-            with path.open("rb") as handle:
-                needed = min(
-                    -(-(8 + int.from_bytes(handle.read(8), "little")) // part_bytes(file.size)), len(file.parts)
-                )
+    async def _tensors(self, name: str, file: StoredFile) -> list[StoredTensor]:
+        """The tensors of a file in the store, by its header. Raises CorruptObject too."""
+        read, end = bytearray(), 8
+        async for piece in self._objects.stream(base_path(self._digest, name), 0, LEAST_PART):
+            read += piece
+            end = 8 + int.from_bytes(read[:8], "little")
+            if len(read) >= end:
+                break
         try:
-            with path.open("rb") as handle:
-                return stored_tensors(handle)
+            return parse_header(bytes(read[8:end]), file.size)
         except ValueError as error:
-            raise CorruptObject(f"{path.name}: {error}") from error
+            raise CorruptObject(f"{name}: {error}") from error
 
     async def _complete(self, path: Path, file: StoredFile) -> None:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as handle:

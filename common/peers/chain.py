@@ -19,9 +19,10 @@ from weakref import WeakValueDictionary
 import structlog
 
 from common.errors import CorruptObject
+from common.peers.convoys import Convoy
 from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_right, read_whole, write_part
 from common.peers.holders import RENEW_S, STORE, Holders
-from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer, Serve
+from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer
 from common.peers.speed import SLOW_S, HolderSpeed, Usual
 from common.store.objects import Objects
 from common.store.parts import StoredFile, part_bytes, read_parts
@@ -43,31 +44,20 @@ class Relay:
         """`bytes_per_s`: the most that it sends to followers, together; None: as fast as it can."""
         self._objects = objects
         self._folder = folder
-        self._holders = holders
+        self.holders = holders
         self._offers: OrderedDict[str, Offer] = OrderedDict()  # by sha256, least recently used first
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of who uses one file at once
-        self._server = PeerServer(self._offers, lambda: holders.key, bytes_per_s)
+        self.server = PeerServer(self._offers, lambda: holders.key, bytes_per_s)
         self._store_bytes = self._peer_bytes = 0
         self._usual = Usual()
         self.is_usable = True
         """Could the node folder be used so far?"""
-
-    @property
-    def key(self) -> str:
-        """The secret that others must know to be served."""
-        return self._holders.key
-
-    @property
-    def address(self) -> str:
-        return self._holders.address
-
-    def serve_stage(self, serve: Serve | None) -> None:
-        """Gives those that ask for the stage of a convoy to `serve`; None: ends their connections."""
-        self._server.serve_stage = serve
+        self.convoy: Convoy | None = None
+        """Its worker's place in one, if it takes part."""
 
     async def open(self, host: str, first_port: int) -> None:
         """Begins to serve at an address of this machine. Raises OSError."""
-        self._holders.address = await self._server.open(host, first_port)
+        self.holders.address = await self.server.open(host, first_port)
 
     async def run(self) -> None:
         """Renews what this worker offers."""
@@ -77,17 +67,17 @@ class Relay:
                     self._forget(offer)
             of_bases = [offer for offer in self._offers.values() if offer.stays]
             adapters = [offer for offer in self._offers.values() if not offer.stays]
-            await self._holders.renew([*of_bases, *adapters[-MAX_OFFERS:]])
+            await self.holders.renew([*of_bases, *adapters[-MAX_OFFERS:]])
             await asyncio.sleep(RENEW_S)
 
     async def close(self) -> None:
         """Leaves, so that nobody joins it any more."""
-        await self._server.close()
+        await self.server.close()
         offers = list(self._offers.values())
         self._offers.clear()  # so that `run` renews none
         with contextlib.suppress(TimeoutError):  # without Redis its entries expire
             async with asyncio.timeout(RENEW_S):
-                await self._holders.leave(offers)
+                await self.holders.leave(offers)
 
     def counters(self) -> dict[str, float]:
         """Totals since the start: bytes that came from the store, and from peers."""
@@ -162,7 +152,7 @@ class Relay:
         offer.has(num_parts)
         try:
             while not offer.is_whole:
-                source, address = await self._holders.join(offer, lost | slow)
+                source, address = await self.holders.join(offer, lost | slow)
                 if source == STORE:
                     await self._from_store(handle, offer, path)
                 elif not source:
@@ -171,11 +161,11 @@ class Relay:
                 elif error := await self._follow(handle, offer, address):
                     (slow if isinstance(error, SlowHolder) else lost).add(source)
             offer.source = ""
-            await self._holders.renew([offer])  # at once: its place at the store is free
+            await self.holders.renew([offer])  # at once: its place at the store is free
         finally:
             if not offer.is_whole:
                 self._forget(offer)
-                await self._holders.leave([offer])
+                await self.holders.leave([offer])
 
     async def _follow(self, handle: BufferedRandom, offer: Offer, address: str) -> Exception | None:
         """Takes parts from a holder until the file is whole, or the holder is to be left: returns why."""
@@ -186,7 +176,7 @@ class Relay:
                 holder.setblocking(False)
                 async with asyncio.timeout(HEAR_S):
                     await loop.sock_connect(holder, (host, int(port)))
-                    asked = f"{self._holders.key} {offer.file.sha256} {offer.num_parts}\n"
+                    asked = f"{self.holders.key} {offer.file.sha256} {offer.num_parts}\n"
                     await loop.sock_sendall(holder, asked.encode())
                 speed = HolderSpeed(self._usual, time.monotonic())
                 while not offer.is_whole:
@@ -207,7 +197,7 @@ class Relay:
     async def _check_lag(self, offer: Offer, speed: HolderSpeed) -> None:
         """Raises SlowHolder if the holder is what slows the chain: it has far less than whom it follows."""
         if speed.is_starved:
-            lag = await self._holders.lag(offer) * part_bytes(offer.file.size)
+            lag = await self.holders.lag(offer) * part_bytes(offer.file.size)
             if lag > SLOW_S * speed.got_per_s:
                 raise SlowHolder(f"it is {lag:,} bytes behind its own holder")
 

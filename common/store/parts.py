@@ -49,17 +49,16 @@ def stored_file(data: bytes, *, in_parts: bool) -> StoredFile:
 
 async def read_parts(objects: Objects, path: str, file: StoredFile, first: int) -> AsyncIterator[bytes]:
     """The parts of an object from `first` on, unchecked. Raises NotFound, StoreUnavailable, and CorruptObject if it is too short."""
-    part, spans = first, [file.span(number) for number in range(len(file.parts))]
-    while part < len(spans):
-        at, read = spans[part][0], bytearray()
+    spans = [file.span(part) for part in range(first, len(file.parts))]
+    while spans:  # once for each run of neighbours: a section's next part may be elsewhere
+        at, read = spans[0][0], bytearray()
         async for piece in objects.stream(path, at, part_bytes(file.size)):
             read += piece
-            while part < len(spans) and spans[part][0] == at and len(read) >= spans[part][1]:
-                size = spans[part][1]
+            while spans and spans[0][0] == at and len(read) >= (size := spans[0][1]):
                 yield bytes(read[:size])
-                del read[:size]
-                part, at = part + 1, at + size
-            if part == len(spans) or spans[part][0] != at:  # a section's next part is elsewhere
+                del read[:size], spans[0]
+                at += size
+            if not spans or spans[0][0] != at:
                 break
         else:
             raise CorruptObject(f"{path} is too short")

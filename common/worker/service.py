@@ -197,7 +197,8 @@ async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) 
         loops: list[Coroutine[Any, Any, None]] = [relay.run()] if relay else []
         digest = stored_digest(settings.models[settings.model_name])
         if early and relay and settings.convoys and digest:
-            convoy = Convoy(start.bus, start.reporter.worker, relay.address, settings.convoys)
+            convoy = Convoy(start.bus, start.reporter.worker, relay.holders.address, settings.convoys)
+            relay.convoy = convoy
             parts, start = start.parts(BaseIdentity(settings.model_name, digest), relay), replace(start, convoy=convoy)
             loops.append(early(settings, parts, convoy, start.stop))
         async with running(*loops):
@@ -236,7 +237,7 @@ async def _serve(
             recognised = recognised_by_service(settings, [cell.base_model], start.objects)
             await start.during(recognised, _loading(cell.base_model))
         if start.convoy:
-            start.convoy.is_now(WHOLE)
+            start.convoy.state = WHOLE
         async with running(_spare_collections(start)):
             await serve(settings, service, parts, start.ended(service.about), start.stop, gate)
     finally:
@@ -246,7 +247,7 @@ async def _serve(
 
 
 async def _spare_collections(start: "_Start") -> None:
-    if start.convoy:  # what it had must be collected
+    if start.convoy and start.convoy.place >= 0:  # what it had must be collected
         await start.convoy.over.wait()
     spare_collections(holds_tensors=start.reporter.service in NEED_WEIGHTS)
 
@@ -362,8 +363,7 @@ async def _fetch_base(settings: Settings, start: _Start, relay: Relay | None, *,
     if Path(where).is_dir():
         return Path(where)
     if stored_digest(where):
-        more: dict[str, Any] = {"with_weights": with_weights, "relay": relay, "convoy": start.convoy}
-        fetch = BaseFetch(start.objects, settings.node_dir, where, **more)
+        fetch = BaseFetch(start.objects, settings.node_dir, where, with_weights=with_weights, relay=relay)
         return await start.during(patiently(fetch.run), fetch.progress, "fetch")
     resolve = resolve_model if with_weights else resolve_config
     return await start.during(asyncio.to_thread(resolve, where), Download(where).progress, "fetch")

@@ -27,11 +27,11 @@ from common.wire.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.captured import CapturedSteps, captured_for
 from rollout_service.embedded.backbone.compiling import compiled_for
-from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, QkvAttend
+from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, ForwardTurn, QkvAttend
 from rollout_service.embedded.backbone.layout import ForwardLayout, exact_rows, rounded_rows
 from rollout_service.embedded.fault_isolation import FailedTurn, outcomes, tried
 from rollout_service.embedded.meter import Meter
-from rollout_service.embedded.pools import EngineLimits, Pool, PoolChange, Pools
+from rollout_service.embedded.pools import EngineLimits, Pool, Pools
 from rollout_service.embedded.prefill import PREFILL_TOKENS, Extension, Prefill, Rest, prefix_key
 from rollout_service.embedded.prefix import PrefixKey
 from rollout_service.embedded.row_states import RowStates, TurnRow
@@ -79,10 +79,8 @@ class RunningRows:
         decode: Callable[[Sequence[int]], str],
         limits: EngineLimits,
         captured: CapturedSteps | None = None,
-        changes: list[PoolChange] | None = None,
     ) -> None:
-        """`decode`: token ids to text with special tokens, where stop strings are looked for. `captured`: None: as on this device.
-        `changes`: gets those of the pools."""
+        """`decode`: token ids to text with special tokens, where stop strings are looked for. `captured`: None: as on this device."""
         config, device = model.config, model.embedding.device
         self._model, self._config, self._device = model, config, device
         self._decode = decode
@@ -90,7 +88,7 @@ class RunningRows:
         self._rounded = exact_rows if limits.exact else rounded_rows
         self._compiled = compiled_for(model.embedding, exact=limits.exact)
         self._states = RowStates(limits.slots, end_ids, config.context, self._compiled)
-        self._pools = Pools(config, model.embedding, limits.pools, changes)
+        self._pools = Pools(config, model.embedding, limits.pools)
         wide = None if limits.exact else WIDE_LANE_ROWS
         self._captured = captured or captured_for(model, limits.step_lanes // 2)
         budget = limits.step_lanes // 2 if self._captured else limits.step_lanes
@@ -357,7 +355,7 @@ class RunningRows:
             return ForwardPart(size, attend, self._planner.plan([*extension.adapters, *layout.adapters], size))
         if layout.products is None:
             layout.products = self._planner.plan(layout.adapters, layout.size)
-        return ForwardPart(layout.size, attend, layout.products)
+        return ForwardPart(layout.size, attend, layout.products, layout.turns)
 
     def _lay_out_rows(self, rows: Sequence[TurnRow]) -> ForwardLayout:
         if len(rows) < self.num_active:
@@ -371,10 +369,11 @@ class RunningRows:
         rows = [self._row(slot) for slot in slots]
         size = self._rounded(len(rows), self._limits.min_rows)
         adapters = [row.adapter for row in rows]
+        turns = [ForwardTurn([(row.slot, row.length_class)], 1, row.adapter) for row in rows]
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
         masked = [i for i, row in enumerate(rows) if row.guide]
         plan = SamplingPlan.of([row.request.sampling for row in rows], self._config.vocab, self._device)
-        return ForwardLayout(pools, slots, size, adapters, None, plan, watched, masked)
+        return ForwardLayout(pools, slots, size, adapters, turns, None, plan, watched, masked)
 
     def _has_slot(self, row: TurnRow) -> bool:
         return row.slot >= 0 and self._states.rows[row.slot] is row
@@ -426,8 +425,7 @@ class RunningRows:
 
     def _remove(self, row: TurnRow, *, clear: bool = False, in_pool: bool = True) -> None:
         if in_pool:
-            pool = self._pools.of(row)
-            pool.remove(row.slot, int(self._states.length[pool.slots[-1]]), clear=clear)
+            self._pools.of(row).remove(row.slot, self._states.length, clear=clear)
         self._states.leave(row)
         self._pools.release(row)
         self._layout = None

@@ -74,16 +74,16 @@ class DecodeAttend:
 
     def __init__(self, config: ModelShape, parts: Sequence[Slice], *, exact: bool) -> None:
         """`exact`: a row's bits do not depend on how long its neighbours are; on a CPU."""
-        self.parts = parts
+        self._parts = parts
         self._exact = exact
         self._heads = config.num_heads
         self._kv_heads = config.num_kv_heads
 
     def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
-        if len(self.parts) == 1 and len(self.parts[0].places) == len(qkv):
-            return self._one(layer, self.parts[0], qkv, scale, window)
-        owned = [qkv[part.first : part.first + len(part.places)] for part in self.parts]
-        each = zip(self.parts, owned, strict=True)
+        if len(self._parts) == 1 and len(self._parts[0].places) == len(qkv):
+            return self._one(layer, self._parts[0], qkv, scale, window)
+        owned = [qkv[part.first : part.first + len(part.places)] for part in self._parts]
+        each = zip(self._parts, owned, strict=True)
         found = torch.cat([self._one(layer, part, own, scale, window) for part, own in each])
         return F.pad(found, (0, 0, 0, len(qkv) - len(found)))
 
@@ -134,7 +134,6 @@ class PrefillAttend:
 
     def __init__(self, config: ModelShape, rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int) -> None:
         """`rows`: the pool and its row of each sequence; `nums`: its tokens, of `width` positions."""
-        self.rows, self.nums, self.width = rows, nums, width
         self._num = len(rows)
         self._heads = config.num_heads
         self._kv_heads = config.num_kv_heads

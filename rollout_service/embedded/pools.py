@@ -14,8 +14,8 @@ Each part keeps to its own. The activations of a forward come on top: those of i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,34 +77,18 @@ def length_class(length: int, context: int) -> int:
     return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), rounded(context))
 
 
-class PoolChange(NamedTuple):
-    """A change that other machines repeat, which have other layers of the same rows. `numbers`: the arguments of the call."""
-
-    kind: Literal["add", "resize", "remove", "copy", "clear"]
-    length: int  # of the pool; 0: all pools
-    numbers: tuple[int, ...] = ()
-
-
 class Pool:
     """The rows of one length class. `slots[r]` is the slot of row r."""
 
-    def __init__(
-        self, length: int, layers: list[Tensor], slots: list[int], changes: list[PoolChange] | None = None
-    ) -> None:
-        """`changes`: gets all of this pool."""
+    def __init__(self, length: int, layers: list[Tensor], slots: list[int]) -> None:
         self.length = length
         self.layers = layers
         self.slots = slots
-        self._changes = changes
 
     @classmethod
-    def empty(cls, config: ModelShape, length: int, like: Tensor, changes: list[PoolChange] | None = None) -> "Pool":
+    def empty(cls, config: ModelShape, length: int, like: Tensor) -> "Pool":
         shape = (0, length, 2 * config.num_kv_heads, config.head_dim)
-        return cls(length, [like.new_zeros(shape) for _ in range(config.num_layers)], [], changes)
-
-    def _changed(self, kind: Literal["add", "resize", "remove", "copy"], *numbers: int) -> None:
-        if self._changes is not None:
-            self._changes.append(PoolChange(kind, self.length, numbers))
+        return cls(length, [like.new_zeros(shape) for _ in range(config.num_layers)], [])
 
     @property
     def num_rows(self) -> int:
@@ -119,11 +103,6 @@ class Pool:
         row = self.row(slot)
         return Pool(self.length, [layer[row : row + 1] for layer in self.layers], [slot])
 
-    def add(self, slot: int) -> None:
-        """Gives a row its place, for which there is memory."""
-        self._changed("add", slot)
-        self.slots.append(slot)
-
     def put(self, slot: int, past: Tensor) -> None:
         """Gives a row the keys and values of its first T tokens, [layers, T, 2K, D]."""
         row = self.row(slot)
@@ -132,7 +111,6 @@ class Pool:
 
     def copy(self, slot: int, other: "Pool", to_slot: int, num_tokens: int) -> None:
         """Gives a row of `other` the keys and values of this row's first tokens."""
-        self._changed("copy", slot, other.length, to_slot, num_tokens)
         row, to_row = self.row(slot), other.row(to_slot)
         for layer, target in zip(self.layers, other.layers, strict=True):
             target[to_row, :num_tokens] = layer[row, :num_tokens]
@@ -142,12 +120,12 @@ class Pool:
         row = self.row(slot)
         return torch.stack([layer[row, :num_tokens] for layer in self.layers])
 
-    def remove(self, slot: int, num: int, *, clear: bool = False) -> None:
-        """Gives its place to the last row, which has `num` tokens; nothing behind them is copied."""
+    def remove(self, slot: int, lengths: np.ndarray, *, clear: bool = False) -> None:
+        """Gives its place to the last row. `lengths`: rows' tokens, by slot; nothing behind them is copied."""
         # Rows stand without gaps, so that a forward reads each pool as one slice. What follows a row's tokens is masked by adding minus
         # infinity to its scores: old numbers there are harmless, NaN is not (0 * NaN is NaN), so a row that may hold one is cleared.
-        self._changed("remove", slot, num, int(clear))
         row, last = self.row(slot), len(self.slots) - 1
+        num = lengths[self.slots[last]]
         for layer in self.layers:
             if row != last:
                 layer[row, :num] = layer[last, :num]
@@ -158,7 +136,6 @@ class Pool:
 
     def resize(self, num_rows: int) -> None:
         """Makes memory for so many rows, layer by layer: of only one layer the old and the new live together."""
-        self._changed("resize", num_rows)
         kept = len(self.slots)
         for number, old in enumerate(self.layers):
             new = old.new_zeros(num_rows, *old.shape[1:])
@@ -170,11 +147,8 @@ class Pool:
 class Pools:
     """The pools of all length classes. Together they take at most `budget_bytes`, also while one is resized."""
 
-    def __init__(
-        self, config: ModelShape, like: Tensor, budget_bytes: int, changes: list[PoolChange] | None = None
-    ) -> None:
-        """`changes`: gets all changes. Raises InvalidInput if not even one row of the whole context fits."""
-        self._changes = changes
+    def __init__(self, config: ModelShape, like: Tensor, budget_bytes: int) -> None:
+        """Raises InvalidInput if not even one row of the whole context fits."""
         self._config, self._like = config, like
         self.token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * like.element_size()
         whole = self.token_bytes * length_class(config.context, config.context)
@@ -215,22 +189,19 @@ class Pools:
         """Gives a row with a reservation its place."""
         pool = self._pools.get(row.length_class)
         if pool is None:
-            pool = Pool.empty(self._config, row.length_class, self._like, self._changes)
-            self._pools[row.length_class] = pool
+            pool = self._pools[row.length_class] = Pool.empty(self._config, row.length_class, self._like)
         if len(pool.slots) == pool.num_rows:
             self._grow(pool)
-        pool.add(row.slot)
+        pool.slots.append(row.slot)
         return pool
 
     def clear(self) -> None:
-        self.relax()
+        self._pools.clear()
         self._reserved = 0
 
     def relax(self) -> None:
         """Gives back the memory of all pools, which must be empty."""
         self._pools.clear()
-        if self._changes is not None:
-            self._changes.append(PoolChange("clear", 0))
 
     def _grow(self, pool: Pool) -> None:
         """Makes room for a row or more; gives back others' spare rows that are in the way."""

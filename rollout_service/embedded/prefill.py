@@ -22,7 +22,7 @@ from torch import Tensor
 from base_model.stacked import FusedAdapter, LanePlanner
 from common.wire.messages import AdapterRef, Array, Tops, TurnRequest
 from rollout_service.embedded import kv
-from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
+from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, ForwardTurn
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pools, rounded
 from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
@@ -148,7 +148,12 @@ class Prefill:
             adapters = [same[0].adapter for same in sharing]
             named = [a for a in adapters if a is not None]  # all or none: these are of one rank class
             products = self._planner.plan_sequences(named, width) if named else []
-            hidden = self._forward(tokens.ravel(), positions, ForwardPart(tokens.size, attend, products))
+            turns = [
+                ForwardTurn([(row.slot, row.length_class) for row in same], num, same[0].adapter)
+                for num, same in zip(nums, sharing, strict=True)
+            ]
+            part = ForwardPart(tokens.size, attend, products, turns, width)
+            hidden = self._forward(tokens.ravel(), positions, part)
         for key, same, states in zip(keys, sharing, hidden.split(width), strict=True):
             self._share(key, same)
             self._score([row for row in same if row.request.sampling.prompt_logprobs], states)

@@ -24,7 +24,7 @@ from common.errors import InvalidInput, NotFound
 from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import Ended, RunningRows
-from rollout_service.embedded.pools import EngineLimits, PoolChange
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.row_states import TurnRow
 from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.grammar import Grammars
@@ -46,15 +46,7 @@ class Ticket:
 class TorchEngine:
     """Implements `Engine` over a base model in this process."""
 
-    def __init__(
-        self,
-        model: EngineBackbone,
-        tokenizer: Tokenizer,
-        *,
-        limits: EngineLimits | None = None,
-        changes: list[PoolChange] | None = None,
-    ) -> None:
-        """`changes`: gets those of the pools of keys and values."""
+    def __init__(self, model: EngineBackbone, tokenizer: Tokenizer, *, limits: EngineLimits | None = None) -> None:
         self._config, self._like = model.config, model.embedding
         self._limits = limits or EngineLimits()
         self._running = RunningRows(
@@ -62,7 +54,6 @@ class TorchEngine:
             end_ids=tokenizer.end_of_turn_ids,
             decode=lambda ids: tokenizer.decode(ids, skip_special=False),
             limits=self._limits,
-            changes=changes,
         )
         self._grammars = Grammars(tokenizer, model.config.vocab)
         self._shapes = model.linear_shapes()

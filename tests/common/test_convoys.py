@@ -1,6 +1,7 @@
 """Convoys: how a base model is divided, who loads what, and who serves with whom."""
 
 import asyncio
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from common.models.stages import divided
 from common.models.weight_files import StoredTensor, stored_tensors
 from common.peers.base_fetch import BaseFetch
 from common.peers.chain import Relay
-from common.peers.convoys import LOADING, READY, WHOLE, Convoy, Loader, behind
+from common.peers.convoys import READY, WHOLE, Convoy
 from common.peers.folder import NodeFolder
 from common.peers.holders import Holders
 from common.settings import TINY
 from common.store.parts import stored_file
 from tests.common.test_bases import SIZE, WEIGHTS, Store, content, pushed
+from tests.common.test_worker import until
 
 FILE = stored_file((TINY / WEIGHTS).read_bytes(), in_parts=True)
 
@@ -43,12 +45,22 @@ def test_each_stage_needs_the_parts_of_its_tensors_and_all_are_whole_together() 
         assert max(map(len, parts)) <= len(FILE.parts) / num + 3  # the header's, and those at both ends
 
 
-def test_the_nth_of_each_stage_serve_together_until_one_is_whole() -> None:
-    ready = [Loader(f"w{number}", number % 2, number, READY, f"h:{number}") for number in range(4)]
-    assert behind(ready, "w0", 2) == [ready[1]] and behind(ready, "w2", 2) == [ready[3]]
-    assert behind(ready, "w1", 2) == [] and behind(ready[:3], "w2", 2) == []
-    assert behind([*ready[:1], ready[1]._replace(state=LOADING)], "w0", 2) == []
-    assert behind([*ready, Loader("w4", 0, 4, WHOLE, "h:4")], "w0", 2) == []
+@pytest.mark.asyncio
+async def test_neighbouring_places_are_a_convoy_and_a_free_one_is_taken_first(bus: Bus) -> None:
+    convoys = [Convoy(bus, f"w{number}", f"h:{number}", 2) for number in range(4)]
+    async with contextlib.AsyncExitStack() as stack:
+        for each in convoys[:3]:
+            await stack.enter_async_context(each.taken_part())
+            await each.enter()
+            each.state = READY
+        assert [each.place for each in convoys[:3]] == [0, 1, 2]
+        await until(lambda: convoys[0].is_formed)
+        assert [each.address for each in convoys[0].loaders] == ["h:0", "h:1"] and not convoys[2].is_formed
+        convoys[1].state = WHOLE
+        await until(lambda: convoys[0].whole == "w1")
+        assert not convoys[0].is_formed and not convoys[2].whole
+        assert await convoys[3].enter() == 1
+        assert convoys[3].place == 3 and await convoys[3].enter() == 1  # a fetch that goes on keeps its place
 
 
 @pytest.mark.asyncio
@@ -61,9 +73,11 @@ async def test_loaders_begin_with_different_stages_and_the_store_is_read_once(tm
         relay = Relay(store, NodeFolder(tmp_path / name / "files", 0), Holders(bus, name, store_places=1))
         await relay.open("127.0.0.1", 0)
         relays.append(relay)
-        convoys.append(Convoy(bus, name, relay.address, 3))
-        fetch = BaseFetch(store, tmp_path / name, where, with_weights=True, relay=relay, convoy=convoys[-1])
-        async with running(relay.run()), convoys[-1].taken_part():
+        convoys.append(Convoy(bus, name, relay.holders.address, 3))
+        relay.convoy = convoys[-1]
+        fetch = BaseFetch(store, tmp_path / name, where, with_weights=True, relay=relay)
+        await stack.enter_async_context(running(relay.run()))
+        async with convoys[-1].taken_part():
             found = await fetch.run()
             done.append(name)
             while len(done) < 3:
@@ -71,12 +85,14 @@ async def test_loaders_begin_with_different_stages_and_the_store_is_read_once(tm
         return found
 
     done = list[str]()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         found = await asyncio.gather(*(load(name) for name in "abc"))
+        found.append(await load("d"))  # from the others, which are whole: from each the stage that it began with
+        for relay in relays:
+            await relay.close()
     assert all(content(folder) == content(TINY) for folder in found)
-    assert sorted(convoy.number for convoy in convoys) == [0, 1, 2] and all(c.began.is_set() for c in convoys)
+    assert sorted(convoy.place for convoy in convoys) == [0, 0, 1, 2] and all(c.began.is_set() for c in convoys)
     # each part once, but for those that two stages share
-    assert SIZE <= sum(each.counters()["store_bytes"] for each in relays) < 1.2 * SIZE
-    assert await bus.client.exists(bus.cell.convoy) == 0
-    for relay in relays:
-        await relay.close()
+    assert SIZE <= sum(each.counters()["store_bytes"] for each in relays[:3]) < 1.2 * SIZE
+    assert relays[3].counters()["store_bytes"] == 0
+    assert await bus.client.keys(bus.cell.convoy("*")) == []

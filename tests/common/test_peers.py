@@ -254,7 +254,7 @@ async def test_all_files_of_a_large_base_model_are_told_of(world: World, redis_c
 async def test_who_does_not_know_the_key_gets_nothing(world: World) -> None:
     relay = await world.worker("w")
     await relay.read(FILE, PATH)
-    holders = relay._holders  # pyright: ignore[reportPrivateUsage]
+    holders = relay.holders
     for key, expected in ((holders.key, b"+"), ("", b""), ("é" * 20, b""), ("0" * 64, b""), ("0" * 9999, b"")):
         reader, writer = await asyncio.open_connection(*holders.address.split(":"))
         writer.write(f"{key} {FILE.sha256} 0\n".encode())

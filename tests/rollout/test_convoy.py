@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from base_model.decoder import Decoder
 from common.bus.bus import Bus
@@ -24,7 +24,7 @@ from common.store.objects import Objects
 from common.wire.messages import BASE, AdapterRef, TurnRequest, TurnResult, WorkerReport
 from harness.proxy import Proxy
 from rollout_service.embedded.backbone.fused import FusedDecoder
-from rollout_service.embedded.convoy.stage import StageServer
+from rollout_service.embedded.convoy.stage import serve_head
 from rollout_service.embedded.convoy.staged import StagedDecoder, StageLink
 from rollout_service.embedded.torch_engine import TorchEngine
 from tests.common.test_worker import until
@@ -41,8 +41,8 @@ FILES: dict[AdapterRef, dict[str, bytes]] = {
 
 
 def staged(stage: Stage) -> FusedDecoder:
-    decoder = Decoder.load_stage(TINY, stage, device="cpu", dtype=torch.float32, max_context=None)
-    return FusedDecoder(decoder, exact=True, layers=stage.layers)
+    decoder = Decoder.load(TINY, stage=stage)
+    return FusedDecoder(decoder, exact=True)
 
 
 @contextlib.asynccontextmanager
@@ -56,7 +56,7 @@ async def convoy(
         links, lost = list[StageLink](), asyncio.Event()
         for stage in others:
             server = PeerServer({}, lambda: KEY, None)
-            server.serve_stage = StageServer(staged(stage)).serve
+            server.serve_stage = partial(serve_head, staged(stage), 1 << 20)
             address = await server.open("127.0.0.1", 0)
             stack.push_async_callback(server.close)
             if proxy and stage is others[-1]:
@@ -69,7 +69,7 @@ async def convoy(
         on_lost = asyncio.get_running_loop().call_soon_threadsafe
         model = StagedDecoder(staged(head), read_weights(TINY).shapes, links, lambda: on_lost(lost.set))
         limits = exact_limits(4, slots=slots, prefix_bytes=0)
-        engine = TorchEngine(model, NoEnd(), limits=limits, changes=model.changes)
+        engine = TorchEngine(model, NoEnd(), limits=limits)
         await engine.start()
         stack.push_async_callback(engine.stop)
         stack.callback(model.close)
@@ -134,7 +134,7 @@ async def test_a_stage_tells_why_a_forward_failed_and_goes_on() -> None:
         broken = engine._running._model  # pyright: ignore[reportPrivateUsage]
         assert isinstance(broken, StagedDecoder)
         (link,) = broken._links  # pyright: ignore[reportPrivateUsage]
-        link._sent[next(iter(engine._adapters.values()))] = 99  # pyright: ignore[reportPrivateUsage]
+        link._numbers[next(iter(engine._adapters.values()))] = 99  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(RuntimeError, match=r"at the stage 127.0.0.1:\d+: KeyError: 99"):
             await one(engine, request(ref("a"), max_tokens=5))
         assert len((await one(engine, request(ref("b"), max_tokens=5))).tokens) == 5
@@ -205,4 +205,4 @@ async def test_turns_begin_before_any_worker_is_whole_and_end_at_the_first_that_
     for each in results:
         assert each.failure is None and not each.worker.endswith("-convoy")
         assert len(each.tokens) == len(each.logprobs) == each.usage.sampled_tokens == num_tokens
-    assert await bus.client.xlen(CELL.rollout) == 0 and await bus.client.exists(CELL.convoy) == 0
+    assert await bus.client.xlen(CELL.rollout) == 0 and await bus.client.keys(CELL.convoy("*")) == []

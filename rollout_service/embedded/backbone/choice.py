@@ -43,5 +43,5 @@ def load_stage(settings: RolloutSettings, folder: Path, stage: Stage) -> FusedDe
     our decoder does not know."""
     prepare_cpu(settings.rollout_threads)
     device, dtype = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE"), getattr(torch, settings.dtype)
-    decoder = Decoder.load_stage(folder, stage, device=str(device), dtype=dtype, max_context=settings.max_context)
-    return FusedDecoder(decoder, exact=True, consume=True, layers=stage.layers)
+    decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context, stage=stage)
+    return FusedDecoder(decoder, exact=True, consume=True)

@@ -44,17 +44,15 @@ class FusedLayer:
 class FusedDecoder:
     """See `EngineBackbone`."""
 
-    def __init__(
-        self, decoder: Decoder, *, exact: bool, consume: bool = False, layers: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, *, exact: bool, consume: bool = False) -> None:
         """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones. `consume`: empties `decoder` layer by
-        layer, so that no memory holds all weights twice. `layers`: these alone; adapters and pools of `run` number them from 0."""
+        layer, so that no memory holds all weights twice. Of a stage's decoder adapters and pools number its layers from 0."""
         self.config, self._norm_eps = ModelShape.of(decoder.config), decoder.config.norm_eps
         self.embedding, self.head = decoder.embedding, decoder.head
         self._shapes = decoder.linear_shapes()
         quick = not exact and decoder.device.type == "cpu" and decoder.embedding.dtype == torch.float32
         make_norm = partial(quick_norm if quick else torch_norm, eps=self._norm_eps)
-        layers = range(self.config.num_layers) if layers is None else layers
+        layers = sorted({int(name.split(".")[1]) for name in decoder.weights if name.startswith("layers.")})
         self.layers = [_fuse_layer(decoder, layer, make_norm, consume) for layer in layers]
         self.final_norm = make_norm(decoder.weights["norm.weight"])
         half = self.config.head_dim // 2
@@ -66,10 +64,7 @@ class FusedDecoder:
         return self._shapes
 
     def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
-        return self.final_norm(self.run(self.embed(tokens), positions, parts))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embedding)
+        return self.final_norm(self.run(F.embedding(tokens, self.embedding), positions, parts))
 
     def run(self, x: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
         """x [N, E], which it may change -> hidden states behind its layers [N, E]."""

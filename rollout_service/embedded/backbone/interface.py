@@ -5,13 +5,13 @@ Axes: N rows of a forward (one a position), E hidden, H query heads, K key/value
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from base_model.decoder import DecoderConfig
-from base_model.stacked import Product
+from base_model.stacked import FusedAdapter, Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,14 @@ class QkvAttend(Protocol):
         ...
 
 
+class ForwardTurn(NamedTuple):
+    """New tokens of a turn in a forward."""
+
+    slots: Sequence[tuple[int, int]]  # of all turns that share them, and how long their rows of keys and values are
+    num: int
+    adapter: FusedAdapter | None
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardPart:
     """Neighbouring rows of a forward, with attention and adapters of their own."""
@@ -46,6 +54,10 @@ class ForwardPart:
     num: int
     attend: QkvAttend
     products: Sequence[Product]
+    turns: Sequence[
+        ForwardTurn
+    ] = ()  # whose rows they are, for those that compute some layers elsewhere; none of later turns
+    width: int = 1  # rows of each of `turns`
 
 
 class EngineBackbone(Protocol):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from base_model.stacked import FusedAdapter, Product
+from rollout_service.embedded.backbone.interface import ForwardTurn
 from rollout_service.embedded.pools import Pool, rounded
 from rollout_service.embedded.sampler import SamplingPlan
 
@@ -17,6 +18,7 @@ class ForwardLayout:
     slots: np.ndarray  # [n] slot of each row of the forward
     size: int  # rows of the forward, rounded up
     adapters: list[FusedAdapter | None]  # [n]
+    turns: list[ForwardTurn]  # [n]
     products: list[Product] | None  # None: not planned, or another plan came after it
     sampling: SamplingPlan
     watched: list[int]  # rows to look at after each token: stop strings, top log-probs, grammars

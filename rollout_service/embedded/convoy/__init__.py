@@ -1,7 +1,7 @@
 """Workers that load the same base model serve together before any has the whole: each computes some of its layers.
 
-    head: rows ─► its own layers ─ Step ─► stage 1 ─ hidden states ─► head ─ Step ─► stage 2 ─► … ─► head: scores, tokens
-                                             mirrors the head's pools for its layers
+    head: rows ─► its own layers ─ step ─► stage 1 ─ hidden states ─► head ─ step ─► stage 2 ─► … ─► head: scores, tokens
+                                             has their keys and values of its layers
 
 The head runs the ordinary rows over a `StagedDecoder`, without what is kept between turns. Once a loader is whole, or a stage is lost,
 the head hands its rows back with their tokens.
@@ -11,5 +11,4 @@ Its files:
     member.py  a loader's part in it: serves its stage, or leads
     staged.py  the head's model: its own layers, and the others' over sockets
     stage.py   computes the layers of one stage for a head
-    wire.py    what both say to each other
 """
