@@ -149,7 +149,7 @@ PARTS: dict[str, Callable[[Any], Report]] = {
     "convoy": lambda given: convoy_report(min(4, given.readers // 2), 2 * given.megabytes * 1_000_000),
 }
 QUICK = ["kill", "repack", "relay", "bases"]
-"""What the others measure has tests of its own."""
+"""Parts of a quick run; the others take long."""
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ async def test_who_follows_one_that_is_slow_itself_follows_that_ones_holder(worl
     behind = asyncio.create_task(second.read(FILE, PATH))
     await until_parts(world.cached("second"), 1)
     # When the way to the first is as fast as it can be for others
-    holders, offers = first._holders, list(first._offers.values())  # pyright: ignore[reportPrivateUsage]
+    holders, offers = first.holders, list(first._offers.values())  # pyright: ignore[reportPrivateUsage]
     holders.address = f"127.0.0.1:{proxy.target_port}"
     await holders.renew(offers)
     with capture_logs() as logs:
