@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
@@ -118,6 +118,13 @@ class Settings(BaseSettings):
     @classmethod
     def _parses(cls, value: str) -> str:
         parse_base_models(value)
+        return value
+
+    @field_validator("convoys")
+    @classmethod
+    def _have_peers(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("peers") is False:
+            raise ValueError("workers must reach each other for them: leave MARLAAS_PEERS unset")
         return value
 
     @property

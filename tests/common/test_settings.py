@@ -184,6 +184,8 @@ def test_adapters_come_through_peers_unless_the_store_is_a_folder_or_as_is_set(m
     assert [RolloutSettings(store_url=url).relays for url in ("", "file:///x", "s3://b/x")] == [False, False, True]
     monkeypatch.setenv("MARLAAS_PEERS", "0")
     assert not RolloutSettings(store_url="s3://b/x").relays
+    with pytest.raises(ValueError, match="leave MARLAAS_PEERS unset"):
+        RolloutSettings(convoys=2)
     assert RolloutSettings(peers=True, data_dir=Path("/d")).node_dir == Path("/d/cache")
 
 
