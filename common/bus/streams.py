@@ -158,7 +158,7 @@ class Cell:
     store = Key("store")
     holders = KeyOf[str]("holders")
     peer_key = Key("peer-key")
-    convoy = KeyOf[int | str]("convoy")
+    convoy = KeyOf[str]("convoy")
     memory = Key("memory")
     disk_full = Key("disk-full")
     dropped = Key("dropped")

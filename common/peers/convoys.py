@@ -76,7 +76,7 @@ class Convoy:
             async with running(self._keep()):
                 yield
             if self.place >= 0:
-                await self._bus.pipelined([("DEL", self._bus.cell.convoy(self.place))])
+                await self._bus.pipelined([("DEL", self._bus.cell.convoy(str(self.place)))])
         finally:
             self.over.set()
 
@@ -84,11 +84,11 @@ class Convoy:
         while True:
             if self.place >= 0:
                 first = self.place - self.number
-                keys = [self._bus.cell.convoy(place) for place in range(first, first + self.num_stages)]
+                keys = [self._bus.cell.convoy(str(place)) for place in range(first, first + self.num_stages)]
                 _, told = await self._bus.pipelined([self._told(self.place), ("MGET", *keys)])
                 self.loaders = [Loader(*each.decode().split()) for each in told] if all(told) else []
             await asyncio.sleep(TELL_S)
 
     def _told(self, place: int) -> tuple[str | int, ...]:
         entry = f"{self._worker} {self.state} {self._address}"
-        return "SET", self._bus.cell.convoy(place), entry, "PX", round(1000 * HOLD_S)
+        return "SET", self._bus.cell.convoy(str(place)), entry, "PX", round(1000 * HOLD_S)
