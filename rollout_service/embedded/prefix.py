@@ -50,9 +50,8 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
     def __init__(self, budget_bytes: int) -> None:
         super().__init__(budget_bytes, lambda turn: _size(turn[1]))
         self._jobs: OrderedDict[str, None] = OrderedDict()  # with more than one turn
-        self._chats: dict[
-            tuple[AdapterRef, str], list[bytes]
-        ] = {}  # tokens in order, by adapter and tenant; none begins another
+        # Tokens in order, by adapter and tenant. None begins another.
+        self._chats: dict[tuple[AdapterRef, str], list[bytes]] = {}
 
     def wants(self, request: TurnRequest) -> bool:
         return request.chat or (request.job in self._jobs and not request.reply_to)
