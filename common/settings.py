@@ -186,6 +186,8 @@ def parse_base_models(value: str) -> dict[str, str]:
             raise ValueError(f"base model name {name!r}: letters, digits, '.', '_' and '-' only")
         if where.startswith("store:") and not stored_digest(where):
             raise ValueError(f"base model {part!r}: write name=store:NAME@DIGEST as `marlaas base push` prints it")
+        if name in models:
+            raise ValueError(f"base model {name!r} is named twice: give each a name of its own")
         models[name] = where or str(TINY)
     if not models:
         raise ValueError("MARLAAS_BASE_MODELS names no base model")
