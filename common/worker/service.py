@@ -196,7 +196,7 @@ async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) 
         relay = await _open_relay(settings, start) if name == SERVES_PEERS and settings.relays else None
         loops: list[Coroutine[Any, Any, None]] = [relay.run()] if relay else []
         digest = stored_digest(settings.models[settings.model_name])
-        if early and relay and settings.convoys and digest:
+        if early and relay and settings.convoys and digest and not start.gate:  # which says when this one may read
             convoy = Convoy(start.bus, start.reporter.worker, relay.holders.address, settings.convoys)
             relay.convoy = convoy
             parts, start = start.parts(BaseIdentity(settings.model_name, digest), relay), replace(start, convoy=convoy)
