@@ -112,7 +112,7 @@ class Settings(BaseSettings):
     """Workers that may read one file from the store at once; the others follow them."""
     convoys: int = Field(default=0, ge=0, le=16)
     """Rollout workers that fetch a base model from the store together serve before any has the whole, each with one of so many parts
-    of its layers; 0: none do."""
+    of its layers; 0, and where base models take turns: none do."""
 
     @field_validator("base_models")
     @classmethod
