@@ -228,7 +228,7 @@ class Client:
             self.delete(f"/v1/files/{file}")
 
     def upload(self, filename: str, content: bytes | BinaryIO) -> Record:
-        """A file of items, JSONL or CSV, which the API checks line by line."""
+        """A file of items in JSONL, which the API checks line by line."""
         files = {"file": (filename, content, "application/jsonl")}
         return self._send("POST", "/v1/files", files=files, data={"purpose": "fine-tune"}).json()
 

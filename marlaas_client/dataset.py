@@ -91,9 +91,8 @@ def _line(item: DatasetRow, number: int) -> bytes:
 
 def rows_of_file(file: Path) -> Iterator[DatasetRow]:
     """Rows of JSONL, or of CSV or Parquet by the name's end. Raises InvalidInput."""
-    read = {".csv": _of_csv, ".parquet": _of_parquet}.get(file.suffix.lower(), _of_jsonl)
     try:
-        yield from read(file)
+        yield from TABLES.get(file.suffix.lower(), _of_jsonl)(file)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -115,6 +114,8 @@ def _of_csv(file: Path) -> Iterator[DatasetRow]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
+            if len(names := reader.fieldnames or ()) > len(set(names)):
+                raise InvalidInput(f"{file}: two columns have one name")
             for number, row in enumerate(reader, 1):
                 if None in row or None in row.values():
                     raise InvalidInput(f"{file}, row {number}: its values are not as many as the columns")
@@ -124,7 +125,6 @@ def _of_csv(file: Path) -> Iterator[DatasetRow]:
 
 
 def _of_cell(name: str, value: str, where: str) -> Any:
-    """Reads a cell as the service does."""
     if name not in JSON_COLUMNS:
         return value
     try:
@@ -144,6 +144,10 @@ def _of_parquet(file: Path) -> Iterator[DatasetRow]:
                 yield from batch.to_pylist()
         except ValueError as error:  # pyarrow's ArrowInvalid is one
             raise InvalidInput(f"{file}: {error}") from error
+
+
+TABLES = {".csv": _of_csv, ".parquet": _of_parquet}
+"""Kinds of files that become JSONL here, with what reads them."""
 
 
 # ---- datasets -------------------------------------------------------------------------------------------------------
