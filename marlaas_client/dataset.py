@@ -121,7 +121,7 @@ def _of_csv(file: Path) -> Iterator[DatasetRow]:
                     raise InvalidInput(f"{file}, row {number}: its values are not as many as the columns")
                 yield {name: _of_cell(name, value, f"{file}, row {number}") for name, value in row.items()}
         except csv.Error as error:
-            raise InvalidInput(f"{file}, line {reader.line_num}: {error}") from error
+            raise InvalidInput(f"{file}, line {reader.reader.line_num}: {error}") from error
 
 
 def _of_cell(name: str, value: str, where: str) -> Any:
