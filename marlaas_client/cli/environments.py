@@ -91,7 +91,7 @@ def check(
         if training:
             undo.callback(_delete, client, f"/v1/files/{training}")
         start = client.model_of(model)
-        chosen = {"model": start, "training_file": training, "suffix": _suffix(name), "webhooks": False}
+        chosen: Record = {"model": start, "training_file": training, "suffix": _suffix(name), "webhooks": False}
         job = client.create(request_of("reinforcement", how, **chosen))["id"]
         undo.callback(_end, client, job)
         if not as_json:
