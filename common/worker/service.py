@@ -117,8 +117,6 @@ def run(name: str, settings_type: type[S], build: Build[S], pooled: Pooled[S], e
     def main(settings: S) -> Coroutine[Any, Any, None]:
         if settings.base_model or len(settings.models) == 1:
             return _run(name, settings, build, early)
-        if sys.platform != "linux":
-            raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
         assert spec is not None, "it runs by python -m"
         workers = BaseWorkers(fork_server(), spec.name, worker_id(name))
@@ -207,7 +205,7 @@ async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) 
 
 async def _open_relay(settings: Settings, start: "_Start") -> Relay | None:
     """None, and all comes from the store, if this worker cannot serve others."""
-    holders = Holders(start.bus, start.reporter.worker, store_places=settings.store_places)
+    holders = Holders(start.bus, start.reporter.worker)
     folder = NodeFolder(settings.node_dir / "files", settings.cache_bytes)
     relay = Relay(start.objects, folder, holders, bytes_per_s=settings.peer_bytes_per_s)
     try:

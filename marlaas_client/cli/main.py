@@ -33,7 +33,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 """Each is called as its function is."""
 
-OPERATORS = ("dead", "example", "plan", "tenants", "up", "workers")
+OPERATORS = ("dead", "plan", "tenants", "up", "workers")
 """Commands that the package of the service adds."""
 
 
@@ -80,7 +80,7 @@ def run(program: Callable[[], None], *errors: type[Exception]) -> None:
 
 
 def missing(context: typer.Context) -> None:
-    raise InvalidInput(f"`marlaas {context.info_name}` {pull.ELSEWHERE}")
+    raise InvalidInput(f"`marlaas {context.info_name}` comes with the package of the service: pip install marlaas")
 
 
 def main() -> None:
