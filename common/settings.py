@@ -19,7 +19,7 @@ _KNOWN = (
     # all services
     "redis_url data_dir store_url disk_reserve_bytes base_models base_model max_context lease_s deterministic log_level "
     "heartbeat_file pool_worker pool_bytes placement slice_max_s slice_drain_s "
-    "peers peer_port peer_bytes_per_s cache_dir cache_bytes convoys "
+    "peers peer_port peer_bytes_per_s cache_dir cache_bytes store_places convoys "
     # the manager
     "host port policy rollout_range repack inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
@@ -108,6 +108,8 @@ class Settings(BaseSettings):
     """A folder of the machine in which its workers keep base models and adapters for each other. Unless set: `cache` in `data_dir`."""
     cache_bytes: Bytes = Field(default=10 << 30, ge=0)
     """Bytes of adapters in `cache_dir`: beyond them the least recently used go."""
+    store_places: int = Field(default=1, ge=1)
+    """Workers that may read one file from the store at once; the others follow them."""
     convoys: int = Field(default=0, ge=0, le=16)
     """Rollout workers that fetch a base model from the store together serve before any has the whole, each with one of so many parts
     of its layers; 0: none do."""

@@ -88,7 +88,7 @@ return redis.call('GET', KEYS[1])
 class Holders:
     """The cell's holders of files, in Redis; calls wait for it."""
 
-    def __init__(self, bus: Bus, worker: str, *, store_places: int = 1) -> None:
+    def __init__(self, bus: Bus, worker: str, *, store_places: int) -> None:
         """`store_places`: workers of the cell that may read one file from the store at once."""
         self.key = secrets.token_hex(32)
         """Followers must know it; since the first call it is the cell's."""

@@ -205,7 +205,7 @@ async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) 
 
 async def _open_relay(settings: Settings, start: "_Start") -> Relay | None:
     """None, and all comes from the store, if this worker cannot serve others."""
-    holders = Holders(start.bus, start.reporter.worker)
+    holders = Holders(start.bus, start.reporter.worker, store_places=settings.store_places)
     folder = NodeFolder(settings.node_dir / "files", settings.cache_bytes)
     relay = Relay(start.objects, folder, holders, bytes_per_s=settings.peer_bytes_per_s)
     try:
