@@ -80,7 +80,7 @@ def run(program: Callable[[], None], *errors: type[Exception]) -> None:
 
 
 def missing(context: typer.Context) -> None:
-    raise InvalidInput(f"`marlaas {context.info_name}` comes with the package of the service: pip install marlaas")
+    raise InvalidInput(f"`marlaas {context.info_name}` {pull.ELSEWHERE}")
 
 
 def main() -> None:

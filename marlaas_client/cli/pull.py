@@ -7,6 +7,9 @@ import typer
 
 from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import print_json, say
+from marlaas_client.errors import InvalidInput
+
+ELSEWHERE = "comes with the package of the service: pip install marlaas"
 
 Name = Annotated[str, typer.Argument(help="A job, ftjob-…; or a model: ft:…, tinker://RUN/weights/NAME.")]
 Version = Annotated[int | None, typer.Option("--version", help="The newest if not given.")]
@@ -20,8 +23,11 @@ def pull(
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
+    merged: Annotated[Path | None, typer.Option("--merged", hidden=True)] = None,
 ) -> None:
     """Download one version of an adapter, of a job or of a run, in the form that PEFT and vLLM load."""
+    if merged:
+        raise InvalidInput(f"`marlaas pull --merged` {ELSEWHERE}")
     with connect(url, data) as client:
         pulled = client.pull(job, version=version, to=to)
     if as_json:

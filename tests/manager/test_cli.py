@@ -685,7 +685,7 @@ def test_a_command_to_type_next_is_written_as_the_shell_finds_it(
 
 
 def test_the_client_alone_names_the_package_of_what_it_lacks() -> None:
-    for command in (["plan", "--base", "x"], ["tenants", "list"]):
+    for command in (["plan", "--base", "x"], ["pull", "ftjob-1", "--merged", "x"], ["tenants", "list"]):
         told = subprocess.run(
             [sys.executable, "-m", "marlaas_client.cli.main", *command], capture_output=True, text=True, check=False
         )

@@ -5,6 +5,7 @@
 Its files:
 
     main.py             gathers the commands; `workers`, `dead`: what the cluster does, with the admin key
+    merge.py            `pull`, with the adapter merged into its base model
     up.py               `up`: runs everything on this machine
     plan_command.py     `plan`: says what of a base model fits on a device
     base_command.py     `base push`: brings a base model into the store

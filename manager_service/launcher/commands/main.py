@@ -2,7 +2,7 @@
 
 from common.errors import MarlaasError
 from common.settings import refuse_unknown
-from manager_service.launcher.commands import base_command, plan_command, tenants_command, up
+from manager_service.launcher.commands import base_command, merge, plan_command, tenants_command, up
 from marlaas_client.cli.main import make_app, run
 from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
@@ -36,7 +36,7 @@ def dead(url: Url = None, data: Data = None, as_json: Json = False) -> None:
     print_table(shown)
 
 
-app = make_app(up.up, plan_command.plan, workers, dead)
+app = make_app(merge.pull, up.up, plan_command.plan, workers, dead)
 app.add_typer(base_command.app, name="base")
 app.add_typer(tenants_command.app, name="tenants")
 
