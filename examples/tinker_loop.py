@@ -18,7 +18,7 @@ try:
     import tinker
     from tinker import types
 except ImportError:
-    sys.exit(f"error: run {__file__} by a Python with `pip install tinker`, or `python -m examples.tinker_demo --loop`")
+    sys.exit(f"error: run {__file__} by a Python with `pip install tinker`, or `marlaas example tinker_demo --loop`")
 
 QUESTIONS, SAMPLES = 16, 8
 USER, END, ASSISTANT = 259, 256, 260

@@ -33,7 +33,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 """Each is called as its function is."""
 
-OPERATORS = ("dead", "plan", "tenants", "up", "workers")
+OPERATORS = ("dead", "example", "plan", "tenants", "up", "workers")
 """Commands that the package of the service adds."""
 
 

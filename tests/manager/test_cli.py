@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, parse_qsl, urlsplit
 import pytest
 from typer.testing import CliRunner
 
+from common.errors import MarlaasError
 from common.settings import TINY
 from manager_service.launcher.commands.main import app
 from marlaas_client.adapters import unpack
@@ -658,6 +659,14 @@ def test_an_operator_makes_a_tenant_with_a_key_and_changes_its_quota(api: type[F
 
 def test_the_version_is_said_without_a_command() -> None:
     assert re.fullmatch(r"marlaas (\d+\.\d+\.\d+|from a folder)\n", run("--version"))
+
+
+def test_an_example_runs_by_its_name_and_gets_what_follows_it() -> None:
+    assert "quickstart" in run("example")
+    helped = marlaas("example", "quickstart", "--help")
+    assert helped.returncode == 0 and "--steps" in helped.stdout
+    with pytest.raises(MarlaasError, match="no example 'quick': demo, "):
+        run("example", "quick")
 
 
 @pytest.mark.parametrize(("name", "needs"), [("tinker_loop", "pip install tinker"), ("tinker_demo", "`make tinker`")])

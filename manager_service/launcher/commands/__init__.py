@@ -10,4 +10,5 @@ Its files:
     plan_command.py     `plan`: says what of a base model fits on a device
     base_command.py     `base push`: brings a base model into the store
     tenants_command.py  `tenants`: weights, quotas and keys of the cluster's users
+    example.py          `example`: runs one of the examples
 """

@@ -2,7 +2,7 @@
 
 from common.errors import MarlaasError
 from common.settings import refuse_unknown
-from manager_service.launcher.commands import base_command, merge, plan_command, tenants_command, up
+from manager_service.launcher.commands import base_command, example, merge, plan_command, tenants_command, up
 from marlaas_client.cli.main import make_app, run
 from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
@@ -37,6 +37,7 @@ def dead(url: Url = None, data: Data = None, as_json: Json = False) -> None:
 
 
 app = make_app(merge.pull, up.up, plan_command.plan, workers, dead)
+app.command("example", context_settings=example.SETTINGS)(example.example)
 app.add_typer(base_command.app, name="base")
 app.add_typer(tenants_command.app, name="tenants")
 
