@@ -58,7 +58,7 @@ Log = Annotated[
 File = Annotated[Path | None, typer.Argument(help="JSONL, CSV or Parquet. Without it the environment makes items.")]
 Validation = Annotated[Path | None, typer.Option(help="Held-out items, in a file as the other.")]
 Grader = Annotated[
-    str | None, typer.Option(help="JSON, @file.json, @file.py, or short: string_check:<field of the item>, math:<field>.")
+    str | None, typer.Option(help="JSON, @file.json, @file.py, or short: string_check:FIELD, math:FIELD (of the item).")
 ]
 Suffix = Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")]
