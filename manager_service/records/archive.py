@@ -89,6 +89,7 @@ T = TypeVar("T")
 Row = TypeVar("Row", EventRecord, CheckpointRecord)
 ROWS_A_PART = 500
 """Events or checkpoints that are read together."""
+RECORD, PARTS = "record.json", "parts."
 _ID = re.compile(r"[A-Za-z0-9-]{1,100}")
 """More than any job's id may be."""
 
@@ -135,7 +136,7 @@ class Archive:
         """Writes a job, the record after all that it names, so that a job is there whole or not at all."""
         folder, spec = self.folder(job.spec.tenant), job.spec
         content = b"".join(parts.values())
-        file = f"parts.{hashlib.sha256(content).hexdigest()}"
+        file = f"{PARTS}{hashlib.sha256(content).hexdigest()}"
         if content:
             await self.objects.write(f"{folder}/{spec.id}/{file}", content)
         await self.objects.write(f"{folder}/jobs/{_day(job.created_ms)}/{job.created_ms}.{spec.id}", b"")
@@ -163,7 +164,8 @@ class Archive:
         return f"{self.folder(job.spec.tenant)}/models/{name}"
 
     async def _write_record(self, job: Archived) -> None:
-        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/record.json", JSON.encode(job))
+        content = JSON.encode(job) + b" " * job.deleted  # `true` is shorter: its size, which is counted once, stays
+        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/{RECORD}", content)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -171,7 +173,7 @@ class Archive:
         if not _ID.fullmatch(job):
             return None  # no job has such an id, and some are no names for a store
         try:
-            record = await self.objects.get(f"{self.folder(tenant)}/{job}/record.json")
+            record = await self.objects.get(f"{self.folder(tenant)}/{job}/{RECORD}")
         except NotFound:
             return None
         return msgspec.json.decode(record, type=Archived)
@@ -290,6 +292,12 @@ def in_parts(kind: str, rows: Sequence[tuple[int, bytes]]) -> dict[str, bytes]:
         some = rows[at : at + ROWS_A_PART]
         parts[f"{kind}/{some[0][0]}"] = b"[" + b",".join(row for _, row in some) + b"]"
     return parts
+
+
+def is_record(path: str) -> bool:
+    """Is a job's file one of those with which it was archived, which stay?"""
+    name = path.rpartition("/")[2]
+    return name == RECORD or name.startswith(PARTS)
 
 
 def _day(ms: int) -> str:
