@@ -168,6 +168,11 @@ class Objects:
         last = time.time() - seconds
         await self.delete(*(meta["path"] for meta in found if meta["last_modified"].timestamp() < last))
 
+    async def drop_drafts(self, prefix: str, before_s: float) -> None:
+        """Deletes what killed writers left in a folder of a local store: nobody has written it since a moment, in s since 1970."""
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.drop_drafts, prefix, before_s)
+
     async def delete_folder(self, prefix: str) -> None:
         await self.delete(*await self.paths(prefix))
 

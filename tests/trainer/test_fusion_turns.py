@@ -151,7 +151,7 @@ async def test_a_step_that_comes_again_makes_its_own_micro_batches_smaller_only(
     fusion.again["large/1"] = 3  # halvings
     large, other = (asyncio.create_task(tenants.step(*step)) for step in (("a", "large", 20), ("b", "other", 6)))
     await other
-    assert not large.done() and BUDGET // 2 <= max(trainer.budgets)
+    assert not large.done() and max(trainer.budgets) >= BUDGET // 2
     num_before = len(trainer.budgets)
     await large
     assert set(trainer.budgets[num_before:]) == {BUDGET >> 3}
