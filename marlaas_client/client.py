@@ -88,9 +88,9 @@ class Client:
         seed: int | None = None,
         log: Sequence[str] = (),
     ) -> Job:
-        """Uploads the items and creates a job. `model`: a base model, as `model_of` takes it, or a tuned one, or its job, to go on
-        from; `adapter`: a folder with an adapter of the base, to go on from. `grader`, `environment`: as the API takes it, or short,
-        `string_check:answer`, or a name; some environments make items themselves. `log`: loggers of figures, `wandb:PROJECT`."""
+        """Uploads the items and creates a job. `model`: a base model, or a tuned one, or its job, to go on from; `adapter`: a folder with
+        an adapter of the base, to go on from. `grader`, `environment`: as the API takes it, or short, `string_check:answer`, or a name;
+        some environments make items themselves. `log`: loggers that the figures go to, `wandb:PROJECT`."""
         how = {
             "grader": grader_of(grader) if isinstance(grader, str) else grader,
             "environment": {"name": environment} if isinstance(environment, str) else environment,
@@ -193,9 +193,7 @@ class Client:
 
     def model_of(self, name: str) -> str:
         """The name of the model that a job trains: of `ftjob-…`, or of `ftjob-…@5`, which pins the version; other names stay as they are.
-        Without a name `tiny`, or else the only base model. Raises InvalidInput if there is none yet, or if a name is needed."""
-        if not name:
-            return self._default_base()
+        Raises InvalidInput if there is none yet."""
         job, at, version = name.partition("@")
         if not job.startswith("ftjob-"):
             return name
@@ -203,14 +201,6 @@ class Client:
         if not model:
             raise InvalidInput(f"{job} has no trained version yet")
         return f"{model}{at}{version}"
-
-    def _default_base(self) -> str:
-        with suppress(Refused):
-            return str(self.get("/v1/models/tiny")["id"])
-        bases = [str(model["id"]) for model in self.get("/v1/models")["data"] if model.get("base")]
-        if len(bases) == 1:
-            return bases[0]
-        raise InvalidInput(f"name a base model, as --model NAME or model=NAME; there are: {', '.join(bases)}")
 
     def _newest_version(self, name: str) -> int:
         """The newest version of a job, or the version that a model's name means."""

@@ -55,6 +55,21 @@ async def test_a_job_is_created_with_its_defaults_filled_in(server: ApiServer) -
     assert again.to_dict() == job.to_dict()
 
 
+async def test_a_job_that_names_no_model_trains_tiny_or_the_only_base_model(server: ApiServer) -> None:
+    body, bases = {"training_file": await upload(server.openai), "method": method()}, dict(server.api.bases)
+    served: Any = server.api.bases
+    for names, model in ((("a", "tiny"), "tiny"), (("a",), "a"), (("a", "b"), "")):
+        served.clear()
+        served.update({name: bases["tiny"] for name in names})
+        answer = (await server.http.post("/v1/fine_tuning/jobs", json=body)).json()
+        if model:
+            assert answer["model"] == model
+        else:
+            assert answer["error"]["message"] == "name the `model`; there are: a, b"
+    served.clear()
+    served.update(bases)
+
+
 async def test_training_ends_at_max_steps_or_epochs_whichever_is_first(server: ApiServer) -> None:
     file = await upload(server.openai)
     for given, steps in (
