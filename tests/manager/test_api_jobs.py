@@ -60,7 +60,7 @@ async def test_a_job_that_names_no_model_trains_tiny_or_the_only_base_model(serv
     served: Any = server.api.bases
     for names, model in ((("a", "tiny"), "tiny"), (("a",), "a"), (("a", "b"), "")):
         served.clear()
-        served.update({name: bases["tiny"] for name in names})
+        served.update(dict.fromkeys(names, bases["tiny"]))
         answer = (await server.http.post("/v1/fine_tuning/jobs", json=body)).json()
         if model:
             assert answer["model"] == model
