@@ -234,9 +234,8 @@ class Driver:
 
 def _together(in_turn: Sequence[FusedStep]) -> Sequence[FusedStep]:
     """The first step and those that may share its micro-batch: none that must be alone, or that would make it smaller."""
-    first = in_turn[0]
-    others = [m for m in in_turn[1:] if not (first.is_alone or m.is_alone) and m.most_tokens >= first.most_tokens]
-    return [first, *others]
+    first, *others = in_turn
+    return [first, *(m for m in others if not (first.is_alone or m.is_alone) and m.most_tokens >= first.most_tokens)]
 
 
 def _tried(call: Callable[[], T]) -> T | Exception:

@@ -89,7 +89,7 @@ async def push_base(objects: Objects, name: str, folder: Path, tell: Callable[[s
             await objects.write_parts(path, _pieces(folder / file_name))
     with contextlib.suppress(AlreadyExists):
         await objects.create(base_path(digest, MANIFEST), msgspec.json.encode(BaseManifest(name, files)))
-    await objects.drop_drafts(f"{ROOT}/{digest}", since_s)
+    objects.drop_drafts(f"{ROOT}/{digest}", since_s)
     return f"store:{name}@{digest}"
 
 

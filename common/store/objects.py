@@ -168,10 +168,11 @@ class Objects:
         last = time.time() - seconds
         await self.delete(*(meta["path"] for meta in found if meta["last_modified"].timestamp() < last))
 
-    async def drop_drafts(self, prefix: str, before_s: float) -> None:
-        """Deletes what killed writers left in a folder of a local store: nobody has written it since a moment, in s since 1970."""
-        if self._folder is not None:
-            await asyncio.to_thread(self._folder.drop_drafts, prefix, before_s)
+    def drop_drafts(self, prefix: str, before_s: float) -> None:
+        """Deletes each `name#1` in a folder of a local store, which a killed writer left: unchanged since a moment, in s since 1970."""
+        for draft in (self._folder.path / prefix).glob("*#*") if self._folder else ():
+            if draft.stat().st_mtime < before_s:
+                draft.unlink(missing_ok=True)
 
     async def delete_folder(self, prefix: str) -> None:
         await self.delete(*await self.paths(prefix))

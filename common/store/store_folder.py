@@ -62,12 +62,6 @@ class StoreFolder:
         except OSError:
             return None
 
-    def drop_drafts(self, prefix: str, before_s: float) -> None:
-        """Deletes each `name#1`, of a write that has not ended, that nobody has written since a moment. Raises OSError."""
-        for draft in (self.path / prefix).glob("*#*"):
-            if draft.stat().st_mtime < before_s:
-                draft.unlink(missing_ok=True)
-
     def identity(self) -> str:
         """Reads its file; empty: there is none. Raises OSError."""
         try:

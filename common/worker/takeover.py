@@ -5,8 +5,8 @@ waits for: an orphan to advance, or its own work to end   unblocked by: handlers
 
 An entry that was delivered once before runs in company: nothing waits for quiet. One that was delivered more often may have
 killed several workers: unless the last saved progress on it, it runs with no others, which it could harm, and only then does
-the worker stop reading; for a while, after which others come beside it. A worker has one suspect at a time, and what one has
-harmed twice is a suspect itself, so that only the deliveries of who kills add up to a dead letter.
+the worker stop reading, for a while. It has one suspect at a time, and what that harmed twice is a suspect too, so that only the
+deliveries of who kills add up to a dead letter.
 """
 
 import asyncio

@@ -89,7 +89,7 @@ T = TypeVar("T")
 Row = TypeVar("Row", EventRecord, CheckpointRecord)
 ROWS_A_PART = 500
 """Events or checkpoints that are read together."""
-RECORD, PARTS = "record.json", "parts."
+ARCHIVE_FILES = ("/record.json", "/parts.")  # in the paths of what a job is archived with, and what stays of it
 _ID = re.compile(r"[A-Za-z0-9-]{1,100}")
 """More than any job's id may be."""
 
@@ -136,7 +136,7 @@ class Archive:
         """Writes a job, the record after all that it names, so that a job is there whole or not at all."""
         folder, spec = self.folder(job.spec.tenant), job.spec
         content = b"".join(parts.values())
-        file = f"{PARTS}{hashlib.sha256(content).hexdigest()}"
+        file = f"parts.{hashlib.sha256(content).hexdigest()}"
         if content:
             await self.objects.write(f"{folder}/{spec.id}/{file}", content)
         await self.objects.write(f"{folder}/jobs/{_day(job.created_ms)}/{job.created_ms}.{spec.id}", b"")
@@ -165,7 +165,7 @@ class Archive:
 
     async def _write_record(self, job: Archived) -> None:
         content = JSON.encode(job) + b" " * job.deleted  # `true` is shorter: its size, which is counted once, stays
-        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/{RECORD}", content)
+        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/record.json", content)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Archive:
         if not _ID.fullmatch(job):
             return None  # no job has such an id, and some are no names for a store
         try:
-            record = await self.objects.get(f"{self.folder(tenant)}/{job}/{RECORD}")
+            record = await self.objects.get(f"{self.folder(tenant)}/{job}/record.json")
         except NotFound:
             return None
         return msgspec.json.decode(record, type=Archived)
@@ -292,12 +292,6 @@ def in_parts(kind: str, rows: Sequence[tuple[int, bytes]]) -> dict[str, bytes]:
         some = rows[at : at + ROWS_A_PART]
         parts[f"{kind}/{some[0][0]}"] = b"[" + b",".join(row for _, row in some) + b"]"
     return parts
-
-
-def is_record(path: str) -> bool:
-    """Is a job's file one of those with which it was archived, which stay?"""
-    name = path.rpartition("/")[2]
-    return name == RECORD or name.startswith(PARTS)
 
 
 def _day(ms: int) -> str:

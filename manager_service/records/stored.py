@@ -1,8 +1,7 @@
 """Counts the bytes that tenants keep in object storage, in the transactions that write and delete.
 
-stored:<tenant>              hash   in each cell: job or run -> bytes of its versions; `<job>/records` -> of its samples; no field where
-                                    an archived job has none; `archived` -> of all records in the archive, which stay; `total` ->
-                                    of all of these; `counted`: nothing of before is missing
+stored:<tenant>              hash   in each cell: job or run -> bytes of its versions; `<job>/records` -> of its samples; `archived` -> of
+                                    all records in the archive; `total` -> of all of these; `counted`: nothing of before is missing
 marlaas:{@}:file-bytes:<tenant>  hash  file -> bytes
 """
 
@@ -15,7 +14,7 @@ from redis.exceptions import RedisError
 
 from common.bus.streams import Cell
 from common.store.objects import Objects
-from manager_service.records.archive import is_record
+from manager_service.records.archive import ARCHIVE_FILES
 from manager_service.records.keys import GLOBAL
 from manager_service.records.tenants import TenantRecord
 from manager_service.records.usage import ARCHIVED
@@ -51,11 +50,11 @@ if ARGV[2] == '0' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSE
 
 
 async def count_again(objects: Objects, redis: Any, cell: Cell, tenant: str, job: str) -> int:
-    """Counts what object storage has of a job that has ended, whatever was counted before. Once more changes nothing. Returns the bytes
-    of its records in the archive, which count once it leaves Redis."""
+    """Counts what object storage has of a job that has ended, whatever was counted before. Once more changes nothing.
+    Returns the bytes of its records in the archive, which count once it leaves Redis."""
     records = await objects.sizes(f"records/{tenant}/{cell.base_model}/{job}/")
     versions = await objects.sizes(f"adapters/{tenant}/{job}/")
-    archived = sum(size for path, size in records.items() if is_record(path))
+    archived = sum(size for path, size in records.items() if any(part in path for part in ARCHIVE_FILES))
     kept = sum(size for path, size in versions.items() if not path.endswith(MANIFEST))
     for what, num_bytes in ((records_of(job), sum(records.values()) - archived), (job, kept)):
         await redis.register_script(_SET)(keys=[cell.stored(tenant)], args=[what, num_bytes, TOTAL])
@@ -106,7 +105,7 @@ async def listed(objects: Objects, cell: Cell, tenant: str, known: Sequence[str]
     found, mine, folder = Counter[str](), {*known}, f"records/{tenant}/{cell.base_model}/"
     for path, num_bytes in (await objects.sizes(folder)).items():
         job = path.removeprefix(folder).partition("/")[0]
-        found[ARCHIVED if is_record(path) else records_of(job)] += num_bytes
+        found[ARCHIVED if any(part in path for part in ARCHIVE_FILES) else records_of(job)] += num_bytes
         mine.add(job)
     folder = f"adapters/{tenant}/"
     for path, num_bytes in (await objects.sizes(folder)).items():

@@ -65,7 +65,7 @@ async def test_a_job_that_names_no_model_trains_tiny_or_the_only_base_model(serv
         if model:
             assert answer["model"] == model
         else:
-            assert answer["error"]["message"] == "name the `model`; there are: a, b"
+            assert answer["error"]["message"] == "name a base model as `model`; there are: a, b"
     served.clear()
     served.update(bases)
 

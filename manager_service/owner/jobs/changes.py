@@ -36,9 +36,7 @@ class Moved:
     job: str
     tenant: str = ""  # empty: its record cannot be read, so it stays where it is
     usage: Mapping[str, float] = field(default_factory=dict[str, float])  # counter -> amount
-    num_bytes: int = (
-        0  # of its records in the archive; of a run: negative, of versions that were deleted and still count
-    )
+    num_bytes: int = 0  # of its records in the archive; of a run: negative, of deleted versions that still count
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,8 @@ class JobStart:
 
 async def find_start(api: Api, tenant: TenantRecord, body: JobGiven) -> JobStart:
     """A base model, a version of a tuned one, or an uploaded adapter. Raises InvalidInput, also if the adapter does not fit."""
-    model = body.model or _default_base(api)
+    default = [TINY.name] if TINY.name in api.bases else [*api.bases]
+    model = body.model or (default[0] if len(default) == 1 else "")
     if body.adapter_file is not None:
         return await _uploaded(api, tenant, model, body.adapter_file)
     if not model.startswith(("ft:", "tinker://")):
@@ -147,14 +148,6 @@ async def find_start(api: Api, tenant: TenantRecord, body: JobGiven) -> JobStart
         raise InvalidInput(str(error), param="model", code="model_not_found") from error
     pinned = f"{model.partition('@')[0]}@{named.adapter.version}" if model.startswith("ft:") else model
     return JobStart(named.base, pinned, named.adapter, named.lora)
-
-
-def _default_base(api: Api) -> str:
-    """`tiny`, or the only base model. Raises InvalidInput."""
-    names = [TINY.name] if TINY.name in api.bases else [*api.bases]
-    if len(names) > 1:
-        raise InvalidInput(f"name the `model`; there are: {', '.join(names)}", param="model", code="model_not_found")
-    return names[0]
 
 
 async def _uploaded(api: Api, tenant: TenantRecord, model: str, file: str) -> JobStart:
