@@ -80,7 +80,7 @@ def submit(
     grader: Grader = None,
     environment: Environment = None,
     hyper: Hyper = None,
-    model: Model = "tiny",
+    model: Model = "",
     adapter: Start = None,
     log: Log = None,
     suffix: Suffix = None,
