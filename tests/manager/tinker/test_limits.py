@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from common.bus.bus import Bus
 from common.bus.fullness import MAX_USED_FOR_NEW
 from common.store.adapters import PEFT_FILES
-from manager_service.http import body_limit
+from common.wire.messages import Usage
+from manager_service.http import body_limit, quota
 from manager_service.http.stores import operation_store, session_store
 from manager_service.http.stores import run_store as store_runs
 from manager_service.http.tinker import retrieval
@@ -25,6 +27,17 @@ from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of
 
 # ---- sessions -------------------------------------------------------------------------------------------------------
+
+
+async def test_an_hour_tells_so_many_sessions_apart(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "MAX_HOUR_COUNTERS", 4)
+    for number in range(5):
+        await quota.count_inference(bus.client, bus.cell, "acme", Usage(1, 2), f"ses-{number}")
+    counters = Counter[bytes]()
+    for key in await bus.client.keys(bus.cell.hours("acme", "*")):
+        counters.update({name: int(num) for name, num in (await bus.client.hgetall(key)).items()})
+    apart = {b"ses-0/prompt_tokens": 1, b"ses-0/sampled_tokens": 2, b"ses-1/prompt_tokens": 1, b"ses-1/sampled_tokens": 2}
+    assert counters == apart | {b"/prompt_tokens": 3, b"/sampled_tokens": 6}
 
 
 async def test_what_a_session_or_a_run_says_of_itself_has_a_limit(client: TinkerClient) -> None:
