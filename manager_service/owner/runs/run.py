@@ -21,7 +21,17 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.runs.pending import PendingOperation, for_trainer, is_for_trainer, load_of, num_tokens
 from manager_service.owner.runs.run_retention import RunRetention, VersionNeeds
 from manager_service.records.job_records import JobError
-from manager_service.records.run_records import HOLE_S, SAVES, USED_S, RunSpec, RunState, Sampler, count_names, give_name, held_bytes
+from manager_service.records.run_records import (
+    HOLE_S,
+    SAVES,
+    USED_S,
+    RunSpec,
+    RunState,
+    Sampler,
+    count_names,
+    give_name,
+    held_bytes,
+)
 from manager_service.scheduling.members import View
 
 MAX_TOKENS = 16_384

@@ -36,7 +36,12 @@ async def test_an_hour_tells_so_many_sessions_apart(bus: Bus, monkeypatch: pytes
     counters = Counter[bytes]()
     for key in await bus.client.keys(bus.cell.hours("acme", "*")):
         counters.update({name: int(num) for name, num in (await bus.client.hgetall(key)).items()})
-    apart = {b"ses-0/prompt_tokens": 1, b"ses-0/sampled_tokens": 2, b"ses-1/prompt_tokens": 1, b"ses-1/sampled_tokens": 2}
+    apart = {
+        b"ses-0/prompt_tokens": 1,
+        b"ses-0/sampled_tokens": 2,
+        b"ses-1/prompt_tokens": 1,
+        b"ses-1/sampled_tokens": 2,
+    }
     assert counters == apart | {b"/prompt_tokens": 3, b"/sampled_tokens": 6}
 
 
