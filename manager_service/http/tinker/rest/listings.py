@@ -55,9 +55,11 @@ async def list_all_checkpoints(tenant: Tenant, tinker: Tinker, limit: Limit = 10
     """Newest runs first."""
     shown, num, now = list[dict[str, Any]](), 0, time.time()
     async for page in tinker.runs.pages(tenant.id):
-        rows = [(run.spec, one) for run, state in page for one in state.kept(now)]
-        shown += [_checkpoint(*row) for row in rows[max(0, offset - num) : max(0, offset + limit - num)]]
-        num += len(rows)
+        for run, state in page:
+            kept = state.kept(now)
+            rows = kept[max(0, offset - num) : max(0, offset + limit - num)]
+            shown += [_checkpoint(run.spec, one) for one in rows]
+            num += len(kept)
     return answer({"checkpoints": shown, "cursor": _cursor(limit, offset, num)})
 
 
