@@ -10,6 +10,7 @@ import pytest
 
 from common.bus.bus import Bus
 from common.bus.fullness import MAX_USED_FOR_NEW
+from common.sharing.places import Rounds
 from common.store.adapters import PEFT_FILES
 from common.wire.messages import Usage
 from manager_service.http import body_limit, quota
@@ -282,6 +283,23 @@ async def test_a_run_has_so_many_checkpoints(
         assert "tinker checkpoint delete" in refused["error"] and "ttl" in refused["error"]
         assert (await client.delete(f"training_runs/{run}/checkpoints/weights/a")).status_code in (200, 204)
         assert "error" not in await save(5, "c")
+
+
+async def test_lists_read_each_run_in_a_round_of_the_event_loop_of_its_own(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[str] = []
+
+    async def taken(self: Rounds, tenant: str) -> None:
+        rounds.append(tenant)
+
+    session = await client.session()
+    for number in range(3):
+        await client.run(session, number)
+    monkeypatch.setattr(Rounds, "next", taken)
+    for name in ("training_runs", "checkpoints", "billing/usage/checkpoints/current"):
+        assert (await client.get(name)).status_code == 200
+    assert rounds == ["default"] * 9
 
 
 async def test_an_operation_of_too_many_positions_fails_and_says_how_to_send_them(
