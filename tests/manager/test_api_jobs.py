@@ -64,7 +64,7 @@ async def start_of_any(*bases: str) -> str:
     """The name of what a job starts from that names nothing, where these base models are served."""
     models = SimpleNamespace(models=dict.fromkeys(bases, "/models/one"))
     api: Any = SimpleNamespace(bases={name: SimpleNamespace(name=name) for name in bases}, settings=models)
-    return (await find_start(api, TenantRecord(id="acme", created_at=0), JobGiven())).name
+    return (await find_start(api, TenantRecord(id="acme", created_at=0), JobGiven.model_validate({}))).name
 
 
 async def test_a_job_that_names_no_model_trains_tiny_or_the_only_base_model() -> None:
