@@ -2,8 +2,7 @@
 
 It protects, by the strongest means that the machine allows (`Sandbox.probe` says which hold):
 
-    the network      a network namespace without interfaces; seccomp refuses sockets; without both, a Python audit
-                     hook, which code that tries can get around
+    the network      a network namespace without interfaces; seccomp refuses sockets
     other work       a process namespace and a uid of its own; no signals, no new processes or sessions, no limits or
                      priorities of others, no shared memory (seccomp); the environment is empty, no descriptor of the
                      worker is inherited, the worker's environment cannot be read
@@ -22,7 +21,8 @@ It does not protect:
     - a grader against itself: code that a tenant's grader executes in its own process, for example a model's answer
       given to `exec`, can bring about any reward; prints and stray writes cannot, for they do not know the nonce
     - where there are neither namespaces nor landlock, or no seccomp: files that the call's user may read, and without
-      root that user is the worker's own, so its environment in /proc is among them. `check_strength` refuses this
+      root that user is the worker's own, so its environment in /proc is among them; without seccomp nor a network
+      namespace the network. `check_strength` refuses this
 """
 
 import asyncio
