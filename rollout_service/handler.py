@@ -70,7 +70,7 @@ class RolloutHandler:
 
     async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
         """Generates the turn. Raises Unavailable when the store is away; other trouble is a failed TurnResult."""
-        request = self._restarted(message)
+        request = _without_partial(message) if self._restarts(message) else message
         self._adapters.expect(request.adapter)
         try:
             async with self._adapters.hold(weights_of(request)):
@@ -168,9 +168,6 @@ class RolloutHandler:
         """True for a turn that begins again when it moves: no request carries alternatives to its tokens."""
         must_keep_bits = self._deterministic and not message.reply_to
         return must_keep_bits or bool(message.sampling.num_top_logprobs)
-
-    def _restarted(self, message: TurnRequest) -> TurnRequest:
-        return _without_partial(message) if self._restarts(message) else message
 
     def _charged(self, message: TurnRequest) -> TurnRequest:
         """The request with what this worker spent on it so far."""
