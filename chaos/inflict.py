@@ -193,7 +193,7 @@ def num_writes(pid: int) -> int:
 
 @asynccontextmanager
 async def redis_ends(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
-    """By a signal, or by its next write, for which its disk has no room."""
+    """Ends it by a signal, or by its next write, for which its disk has no room."""
     server = cluster.redis.server
     assert server.process is not None
     if fault.kind == "full disk":

@@ -292,7 +292,7 @@ class CallProcess:
         self.result, self.output, self._told = bytearray(), bytearray(), bytearray()
         """The bytes that it wrote, up to their limits."""
         self.stopped: tuple[RunEnding, str] | None = None
-        """How and why the sandbox had it end."""
+        """Kind of the end that the sandbox caused, and its reason."""
 
     @property
     def status(self) -> int:

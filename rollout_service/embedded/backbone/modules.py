@@ -25,7 +25,7 @@ from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape,
 from rollout_service.embedded.pools import MIN_LENGTH, Pool
 
 ROWS, LENGTH = 2, 9
-"""Of the few tokens that are compared with transformers' own."""
+"""Sizes of the few tokens that are compared with transformers' own."""
 NAME = "marlaas_rows"
 """The name by which transformers knows the engine's attention."""
 SHAPES_DIFFER = (
