@@ -37,7 +37,6 @@
     peer-key                   string   what rollout workers must know to follow each other
     convoy:<place>             string   rollout worker that loads a stage of the base model, how far it is, and its address; expires
     store                      string   identity of the local store that the cell's first service found
-    memory                     hash     kind of key -> bytes of Redis' memory, estimated by one owner
     disk-full                  string   set while the disk of `marlaas up`'s Redis is full
     dropped                    hash     stream -> entries that were dropped because it had too many bytes
     owners                     zset     tokens of live owners by when they count as dead, ms
@@ -159,7 +158,6 @@ class Cell:
     holders = KeyOf[str]("holders")
     peer_key = Key("peer-key")
     convoy = KeyOf[str]("convoy")
-    memory = Key("memory")
     disk_full = Key("disk-full")
     dropped = Key("dropped")
     owners = Key("owners")

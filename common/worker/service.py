@@ -117,8 +117,6 @@ def run(name: str, settings_type: type[S], build: Build[S], pooled: Pooled[S], e
     def main(settings: S) -> Coroutine[Any, Any, None]:
         if settings.base_model or len(settings.models) == 1:
             return _run(name, settings, build, early)
-        if sys.platform != "linux":
-            raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
         assert spec is not None, "it runs by python -m"
         workers = BaseWorkers(fork_server(), spec.name, worker_id(name))

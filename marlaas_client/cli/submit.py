@@ -249,10 +249,6 @@ class SourceFiles(NamedTuple):
     adapter: Path | None
 
 
-CONVERTED = ".parquet"
-"""Files of this kind are always converted here; others if their columns are named."""
-
-
 def sources(
     file: Path | None, validation: Path | None, dataset: str | None, split: str, validation_split: str | None
 ) -> tuple[FileSource | None, FileSource | None]:
@@ -277,7 +273,7 @@ def upload(client: Client, source: FileSource, columns: Columns) -> str:
     if isinstance(source, DatasetSplit):
         name = re.sub(r"[^\w.-]+", "_", f"{Path(source.dataset).name}-{source.name}.jsonl")
         rows = rows_of_dataset(source.dataset, source.name)
-    elif source.suffix.lower() == CONVERTED or columns != Columns():
+    elif columns != Columns():
         name, rows = f"{source.stem}.jsonl", rows_of_file(source)
     else:
         return client.upload(*content_of(source))["id"]
