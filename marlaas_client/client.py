@@ -82,7 +82,7 @@ class Client:
         hyperparameters: Record | None = None,
         method: Method = "reinforcement",
         validation: GivenItems | None = None,
-        model: str = "tiny",
+        model: str = "",
         adapter: Path | None = None,
         suffix: str | None = None,
         seed: int | None = None,

@@ -63,7 +63,7 @@
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
     checkpoints:<job>          hash     version -> checkpoint record, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
-    stored:<tenant>            hash     bytes in object storage: of a job's or run's versions, `<job>/records`, and `total`
+    stored:<tenant>            hash     bytes in object storage: of a job's or run's versions, `<job>/records`, `archived`, `total`
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
     hours:<tenant>:<yyyymmddhh> hash    `<session>/<counter>` -> tokens of an hour, UTC; no session: jobs and chat; expires
     run:<run>                  hash     `spec` (immutable), `state` (mutable): JSON

@@ -71,7 +71,7 @@ def check(
     file: File = None,
     args: Args = "{}",
     hyper: CheckHyper = None,
-    model: CheckModel = "tiny",
+    model: CheckModel = "",
     url: Url = None,
     data: Data = None,
     as_json: Json = False,

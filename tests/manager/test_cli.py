@@ -757,6 +757,11 @@ def test_graders(text: str, type_: str) -> None:
     assert parse_grader(text)["type"] == type_
 
 
+def test_a_file_of_python_is_a_grader(tmp_path: Path) -> None:
+    (file := tmp_path / "judge.py").write_text(source := "def grade(sample, item):\n    return 1.0\n")
+    assert parse_grader(f"@{file}") == {"type": "python", "name": "judge", "source": source}
+
+
 @pytest.mark.parametrize("text", ["math", "maths:answer", "math:", "{no json", "[1]", "@/no/such/file"])
 def test_what_is_no_grader_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):

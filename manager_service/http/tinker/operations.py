@@ -4,7 +4,7 @@ A request that cannot be read is refused with 400. One that makes no sense is a 
 the run's numbers, for which all behind it would wait.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -102,7 +102,7 @@ def _optim_fault(body: StepBody) -> str:
     for name, value in (body.adam_params or {}).items():
         if name not in ADAM:
             return f"adam_params has no {name!r}{did_you_mean(name, ADAM)}"
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             return f"adam_params: {name} must be a number"
         if (value < 0 and name != "grad_clip_norm") or (name.startswith("beta") and value >= 1):
             return f"adam_params: {name} cannot be {value:g}"

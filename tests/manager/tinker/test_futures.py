@@ -307,6 +307,7 @@ STEPS: list[tuple[dict[str, Any], str]] = [
     ({"adam_params": {"learning_rat": 1.0}}, "adam_params has no 'learning_rat'; did you mean 'learning_rate'?"),
     ({"adam_params": {"beta1": 1.0}}, "beta1 cannot be 1"),
     ({"adam_params": {"eps": "small"}}, "eps must be a number"),
+    ({"adam_params": {"eps": 10**400}}, "eps must be a number"),
     ({"optimizer_params": {"type": "dimuon", "learning_rate": 1.0}}, "the optimizer 'dimuon' is not offered"),
 ]
 
