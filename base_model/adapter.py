@@ -5,7 +5,7 @@ LoRA: Hu et al. 2021, arXiv 2106.09685. y = W x + (alpha / rank) B A x, with A [
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ from common.wire.messages import LoraSpec
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model.model."
-DRAWN_TOGETHER = 8
-"""Modules drawn in one call: fewer cost time with small modules, more cost memory with large ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +59,12 @@ def init_adapter(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], seed: in
     """Makes version 0, a pure function: A uniform as in PEFT (Kaiming, a = sqrt 5: bound 1/sqrt(in)), B zero."""
     names = target_names(spec, shapes)
     a: dict[str, Tensor] = {}
-    for first in range(0, len(names), DRAWN_TOGETHER):
-        a |= _drawn(names[first : first + DRAWN_TOGETHER], first, spec.rank, shapes, seed)
+    for number, name in enumerate(names):
+        width = shapes[name][1]
+        drawn = uniform(seed, "lora_init", number, np.arange(spec.rank * width))
+        bound = 1.0 / math.sqrt(width)
+        a[name] = torch.from_numpy(((2.0 * drawn - 1.0) * bound).astype(np.float32).reshape(spec.rank, -1))
     return Adapter(spec, a, {name: torch.zeros(shapes[name][0], spec.rank) for name in names})
-
-
-def _drawn(
-    names: Sequence[str], first: int, rank: int, shapes: Mapping[str, tuple[int, int]], seed: int
-) -> dict[str, Tensor]:
-    """Draws A of some modules; `first`: the number of the first among all."""
-    sizes = [rank * shapes[name][1] for name in names]
-    numbers = np.repeat(np.arange(first, first + len(names)), sizes)
-    draws = uniform(seed, "lora_init", numbers, np.concatenate([np.arange(size) for size in sizes]))
-    found: dict[str, Tensor] = {}
-    for name, drawn in zip(names, np.split(draws, np.cumsum(sizes)[:-1]), strict=True):
-        bound = 1.0 / math.sqrt(shapes[name][1])
-        found[name] = torch.from_numpy(((2.0 * drawn - 1.0) * bound).astype(np.float32).reshape(rank, -1))
-    return found
 
 
 def save_adapter(adapter: Adapter, base_model: str, base_digest: str = "") -> dict[str, bytes]:

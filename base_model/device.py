@@ -93,9 +93,7 @@ def compute_clock(device: torch.device) -> Callable[[], float]:
 def alone_on(device: str, number: int = 1) -> Generator[None]:
     """Holds `number` GPUs from `device` on: no other worker of this user loads to them, or measures them, meanwhile."""
     with contextlib.ExitStack() as held:
-        for name in sorted(
-            _names(device, number)
-        ):  # in one order for all, so that nobody waits for one that waits for it
+        for name in sorted(_names(device, number)):  # in one order for all: nobody waits for one that waits for it
             held.enter_context(locked(name))
         yield
 

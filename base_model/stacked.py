@@ -253,7 +253,7 @@ class LanePlanner:
         """
         present = {a for a in adapters if a is not None}
         if len(present) == 1 and None not in adapters:
-            return [uniform(present.pop())]
+            return [Product(present.pop().factors)]
         ranks = sorted({a.rank for a in present})
         self._forget_all_but(ranks)
         each = ([a if a and a.rank == rank else None for a in adapters] for rank in ranks)
@@ -262,7 +262,7 @@ class LanePlanner:
     def plan_sequences(self, adapters: Sequence[FusedAdapter], width: int) -> list[Product]:
         """Plans a forward of len(adapters) sequences of `width` positions, end to end, all of one padded rank."""
         if all(a is adapters[0] for a in adapters):
-            return [uniform(adapters[0])]
+            return [Product(adapters[0].factors)]
         self._forget_all_but([adapters[0].rank])
         lanes = self._lanes_for(len(adapters), adapters[0])
         if lanes is None:
@@ -343,11 +343,6 @@ class LanePlanner:
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
-
-
-def uniform(adapter: FusedAdapter) -> Product:
-    """A product for a forward whose rows are all of one adapter."""
-    return Product(adapter.factors)
 
 
 def _places(adapters: Iterable[FusedAdapter | None]) -> dict[FusedAdapter, list[int]]:

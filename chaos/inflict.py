@@ -193,9 +193,13 @@ def num_writes(pid: int) -> int:
 
 @asynccontextmanager
 async def redis_ends(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    """Ends it by a signal, or by its next write, for which its disk has no room."""
     server = cluster.redis.server
     assert server.process is not None
-    server.process.send_signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+    if fault.kind == "full disk":
+        limit_files(server.pid, 1)
+    else:
+        server.process.send_signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
     await asyncio.to_thread(server.wait)
     try:
         yield _one
@@ -226,18 +230,6 @@ def _server(cluster: Cluster, fault: Fault) -> tuple[RedisServer | S3Server, Pro
 async def redis_is_replaced(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
     await cluster.redis.replace()
     yield _one
-
-
-@asynccontextmanager
-async def redis_has_no_room(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
-    """Its next write ends it."""
-    server = cluster.redis.server
-    limit_files(server.pid, 1)
-    await asyncio.to_thread(server.wait)
-    try:
-        yield _one
-    finally:
-        await cluster.redis.restart()
 
 
 @asynccontextmanager
@@ -352,7 +344,7 @@ INFLICTIONS: dict[tuple[str, str], Infliction] = {
     ("restart", REDIS): redis_ends,
     ("freeze", REDIS): server_freezes,
     ("replace", REDIS): redis_is_replaced,
-    ("full disk", REDIS): redis_has_no_room,
+    ("full disk", REDIS): redis_ends,
     ("full memory", REDIS): redis_is_full,
     ("away", STORE): store_is_away,
     ("slow", STORE): _late(0.05, 0.5),

@@ -60,11 +60,6 @@ class Engine(Protocol):
     """Generates turns, many at a time, each with its own adapter. Used from one event loop."""
 
     @property
-    def slots(self) -> int:
-        """The number of turns generated at once; more wait, in order of arrival."""
-        ...
-
-    @property
     def in_use(self) -> int:
         """Turns under way or waiting."""
         ...

@@ -8,7 +8,6 @@ Turns under way are lost with the process, and resumed from the request's tokens
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -42,6 +41,8 @@ PROGRESS_HEAD = struct.Struct("<qqd")
 PROGRESS_BODY = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 
 SendDelta = Callable[[str, TurnDelta], Awaitable[None]]
+News = tuple[Sequence[int], Sequence[float]]
+"""New tokens of a turn, and their log-probs."""
 
 
 class RolloutHandler:
@@ -70,7 +71,7 @@ class RolloutHandler:
 
     async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
         """Generates the turn. Raises Unavailable when the store is away; other trouble is a failed TurnResult."""
-        request = self._restarted(message)
+        request = _without_partial(message) if self._restarts(message) else message
         self._adapters.expect(request.adapter)
         try:
             async with self._adapters.hold(weights_of(request)):
@@ -154,23 +155,34 @@ class RolloutHandler:
         return generated
 
     async def _stream(self, request: TurnRequest, beat: Callable[[], None]) -> Generated:
-        deltas = Deltas(request, self._send_delta)
-        pump = asyncio.create_task(deltas.pump(), name=f"deltas {request.id}")
+        news = asyncio.Queue[News | None]()
+        pump = asyncio.create_task(self._pump(request, news), name=f"deltas {request.id}")
         try:
-            generated = await self._engine.generate(request, on_token=deltas.feed, beat=beat)
-            deltas.close()
+            generated = await self._engine.generate(
+                request, on_token=lambda tokens, logprobs: news.put_nowait((tokens, logprobs)), beat=beat
+            )
+            news.put_nowait(None)
             await pump
             return generated
         finally:
             pump.cancel()
 
+    async def _pump(self, request: TurnRequest, news: "asyncio.Queue[News | None]") -> None:
+        """Sends tokens in order, up to None; those that come while a message is under way go into the next."""
+        offset, closed = request.num_partial, False
+        while not closed:
+            come = [await news.get(), *(news.get_nowait() for _ in range(news.qsize()))]
+            closed = come[-1] is None
+            tokens, logprobs = ([one for new in come if new for one in new[part]] for part in (0, 1))
+            if tokens:
+                about = {**request.about(), "id": request.id, "adapter": request.adapter, "offset": offset}
+                await self._send_delta(request.reply_to, TurnDelta(**about, tokens=i32(tokens), logprobs=f32(logprobs)))
+                offset += len(tokens)
+
     def _restarts(self, message: TurnRequest) -> bool:
         """True for a turn that begins again when it moves: no request carries alternatives to its tokens."""
         must_keep_bits = self._deterministic and not message.reply_to
         return must_keep_bits or bool(message.sampling.num_top_logprobs)
-
-    def _restarted(self, message: TurnRequest) -> TurnRequest:
-        return _without_partial(message) if self._restarts(message) else message
 
     def _charged(self, message: TurnRequest) -> TurnRequest:
         """The request with what this worker spent on it so far."""
@@ -196,54 +208,6 @@ class RolloutHandler:
             failure=failure,
         )
         return self._reply_stream(message), result
-
-
-@dataclass(slots=True)
-class Deltas:
-    """Sends tokens in order; those that come while a message is under way go into the next."""
-
-    request: TurnRequest
-    send: SendDelta
-    _tokens: list[int] = field(default_factory=list[int])
-    _logprobs: list[float] = field(default_factory=list[float])
-    _sent: int = 0
-    _closed: bool = False
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        self._tokens += tokens
-        self._logprobs += logprobs
-        self._changed.set()
-
-    def close(self) -> None:
-        """Says that no more tokens come; `pump` ends once all are sent."""
-        self._closed = True
-        self._changed.set()
-
-    async def pump(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            if self._tokens:
-                await self.send(self.request.reply_to, self._take())
-            elif self._closed:
-                return
-            if self._closed:
-                self._changed.set()
-
-    def _take(self) -> TurnDelta:
-        tokens, logprobs = self._tokens, self._logprobs
-        offset = self.request.num_partial + self._sent
-        self._sent += len(tokens)
-        self._tokens, self._logprobs = [], []
-        return TurnDelta(
-            **self.request.about(),
-            id=self.request.id,
-            adapter=self.request.adapter,
-            offset=offset,
-            tokens=i32(tokens),
-            logprobs=f32(logprobs),
-        )
 
 
 def _result(request: TurnRequest, generated: Generated, worker: str) -> TurnResult:

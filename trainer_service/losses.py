@@ -18,7 +18,7 @@ Rows that nobody sampled, a supervised job's, have `cross_entropy`: advantage 1,
 and, with `truncate_ratios`, the ratio of the others.
 std is the sample's (n - 1), plus 1e-4, as in TRL. A group of equal rewards, or of one row, has advantage 0.
 The most tokens, `max_tokens` of the loss, are those that the model can write in one trajectory of the job.
-At lag 0 (rows that the trained version sampled) the old policy of `gspo` is the trainer's own: see `_beside_itself`.
+At lag 0 (rows that the trained version sampled) the old policy of `gspo` is the trainer's own: see `_bounds`.
 `mask_truncated` is DAPO's overlong filtering: a truncated row's reward counts in its group's mean and std, as a sample of
 the policy, but the row is left out of the loss, numerator and denominators.
 
@@ -26,7 +26,7 @@ Axes: R rows of a batch, or of a micro-batch that may mix batches; W places for 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -75,12 +75,6 @@ class RowTerms:
     advantages_R: Floats
     weights_R: Floats  # of each token's loss: the reciprocal of its denominator; 0: not in the loss
     active_R: Bools  # rows that can have a gradient; the others need no forward
-    low_R: Floats  # bounds of the ratio, or of the weight
-    high_R: Floats
-    limit_R: Floats  # the largest ratio: truncated importance sampling; infinite: not truncated
-    is_sequence_R: Bools  # the ratio is the row's geometric mean
-    is_weight_R: Bools  # the bounded ratio is a weight through which no gradient flows
-    kl_coefs_R: Floats
 
 
 class MicroTerms(NamedTuple):
@@ -130,21 +124,15 @@ def micro_terms(parts: "Sequence[tuple[Batch, Sequence[int]]]", width: int, like
 
 def batch_of(rows: SampledRows, terms: RowTerms, spec: LossSpec, version: int) -> Batch:
     """The batch of a TrainStep that trains `version`: the model reads all before a row's last trained token."""
-    terms = _beside_itself(terms, rows.versions_R == version, spec)
+    rule, current_R = rule_of(spec), rows.versions_R == version
     places = [np.flatnonzero(mask) for mask in rows.written]
     counts_R = rows.num_written_R()
     ones_M = np.ones(counts_R.sum())
-    by_row = (terms.advantages_R, terms.weights_R, terms.low_R, terms.high_R)
+    low_R, high_R, limit_R = _bounds(rule, spec, current_R)
+    by_row = (terms.advantages_R, terms.weights_R, low_R, high_R)
     sampled = [row_T[place] for row_T, place in zip(rows.logprobs, places, strict=True)]
-    by_row_KR = (
-        terms.limit_R,
-        terms.is_sequence_R,
-        np.zeros(len(rows)),
-        terms.is_weight_R,
-        terms.kl_coefs_R,
-        np.zeros(len(rows)),
-        rows.versions_R == version,
-    )
+    is_weight = rule.ratio in ("weight", "none")
+    by_row_KR = np.broadcast_arrays(limit_R, rule.ratio == "sequence", 0, is_weight, spec.kl_coef, 0, current_R)
     return Batch(
         inputs=[tokens[: place[-1] if len(place) else 0] for tokens, place in zip(rows.tokens, places, strict=True)],
         predictors=[place - 1 for place in places],
@@ -165,50 +153,32 @@ def batch_of(rows: SampledRows, terms: RowTerms, spec: LossSpec, version: int) -
 
 def row_terms(batch: SampledRows, spec: LossSpec) -> RowTerms:
     """Computes the terms of each row of a batch."""
-    rule = rule_of(spec)
     advantages_R = advantages(batch.rewards_R, batch.groups_R, ADVANTAGES[spec.name])
     kept_R = batch.num_written_R() > 0
     if spec.mask_truncated:
         kept_R &= ~batch.truncated_R
-    low, high = _bounds(rule, spec)
-    ones_R = np.ones(len(batch))
     return RowTerms(
         advantages_R=advantages_R,
         weights_R=token_weights(batch.num_written_R(), kept_R, spec),
         active_R=kept_R if spec.kl_coef else kept_R & (advantages_R != 0),
-        low_R=low * ones_R,
-        high_R=high * ones_R,
-        limit_R=(spec.is_clip if spec.truncate_ratios and rule.ratio != "none" else np.inf) * ones_R,
-        is_sequence_R=np.full(len(batch), rule.ratio == "sequence"),
-        is_weight_R=np.full(len(batch), rule.ratio in ("weight", "none")),
-        kl_coefs_R=spec.kl_coef * ones_R,
     )
 
 
-def _beside_itself(terms: RowTerms, current_R: Bools, spec: LossSpec) -> RowTerms:
-    """Makes the old policy of whole-row ratios, at lag 0, the trainer's own, and its difference to the sampler a weight.
-
-    The ratio is then 1, and no clip binds: GSPO's narrow bounds would clip the sampler's rounding. With policy p and sampler
-    s, min(p.detach() / s, is_clip) (p / p.detach()) A is min(p / s, is_clip) A with a weight's gradient: the truncated
-    ratio, without bounds.
-    """
-    if rule_of(spec).ratio != "sequence":
-        return terms
-    return replace(
-        terms,
-        low_R=np.where(current_R, 0.0, terms.low_R),
-        high_R=np.where(current_R, np.inf, terms.high_R),
-        limit_R=np.where(current_R, spec.is_clip, terms.limit_R),
-    )
-
-
-def _bounds(rule: Rule, spec: LossSpec) -> tuple[float, float]:
-    """The bounds of the ratio, or of the weight."""
+def _bounds(rule: Rule, spec: LossSpec, current_R: Bools) -> tuple[Floats, Floats, Floats]:
+    """Each row's bounds of the ratio, or of the weight, and its largest ratio (truncated importance sampling; infinite: any).
+    `current_R`: rows at lag 0."""
     low = rule.clip_low if spec.clip_low is None else spec.clip_low
     high = rule.clip_high if spec.clip_high is None else spec.clip_high
     if rule.ratio == "none":
-        return 0.0, spec.is_clip
-    return (low, high) if rule.ratio == "weight" else (1.0 - low, 1.0 + high)
+        low, high = 0.0, spec.is_clip
+    elif rule.ratio != "weight":
+        low, high = 1.0 - low, 1.0 + high
+    limit = spec.is_clip if spec.truncate_ratios and rule.ratio != "none" else np.inf
+    # At lag 0 the old policy of whole-row ratios is the trainer's own, and its difference to the sampler a weight: the ratio is then 1, and
+    # no clip binds. GSPO's narrow bounds would clip the sampler's rounding. With policy p and sampler s, min(p.detach() / s, is_clip)
+    # (p / p.detach()) A is min(p / s, is_clip) A with a weight's gradient: the truncated ratio, without bounds.
+    own_R = current_R & (rule.ratio == "sequence")
+    return np.where(own_R, 0.0, low), np.where(own_R, np.inf, high), np.where(own_R, spec.is_clip, limit)
 
 
 def advantages(rewards_R: Floats, groups_R: Ints, kind: AdvantageKind) -> Floats:

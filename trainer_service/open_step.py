@@ -77,9 +77,7 @@ class OpenBatch:
     queue: list[Tree]  # open sequences, in order
     sums: Sums = field(default_factory=Sums)
     losses: dict[int, float] = field(default_factory=dict[int, float])  # by part: the weighted sum
-    logprobs: dict[int, Floats] = field(
-        default_factory=dict[int, Floats]
-    )  # by row: float32 [M], where they are asked for
+    logprobs: dict[int, Floats] = field(default_factory=dict[int, Floats])  # by row: float32 [M], where asked for
     failures: dict[int, str] = field(default_factory=dict[int, str])  # by part: why it failed
 
     @property

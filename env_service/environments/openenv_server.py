@@ -97,7 +97,8 @@ class Servers:
             host = await self._endpoints.allowed_host(url, known=server.known)
         except GraderFailed as error:
             raise EnvironmentFailed(f"the OpenEnv server: {error}") from error
-        fixed: dict[str, Any] = {} if self._proxy else {"host": host, "port": url.port or _port(url.scheme)}
+        port = url.port or {"https": 443}.get(url.scheme, 80)
+        fixed: dict[str, Any] = {} if self._proxy else {"host": host, "port": port}
         address = f"ws{server.url.removeprefix('http')}/ws"
         try:
             socket = await _Connect(
@@ -177,10 +178,6 @@ def _error_of(answer: _Answer) -> Exception:
     if code == "VALIDATION_ERROR":
         return ActionRefused(f"{message}: {answer.data.get('errors', '')}"[:MAX_TOLD])
     return EnvironmentFailed(f"the OpenEnv server: {message}")
-
-
-def _port(scheme: str) -> int:
-    return 443 if scheme == "https" else 80
 
 
 def _named(error: Exception) -> str:

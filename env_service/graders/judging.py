@@ -6,8 +6,6 @@ The request's context holds what is graded, so any worker can go on, and a pause
 handled as for any turn. The grading step is repeated, with the answers so far.
 """
 
-from typing import NamedTuple
-
 import msgspec
 
 from common.errors import CorruptObject, InvalidInput
@@ -42,12 +40,6 @@ class Judging(msgspec.Struct, frozen=True, array_like=True):
     graded: bytes
     grader: str  # the one that asks
     answers: dict[str, str]  # of those asked before
-
-
-class Resumed(NamedTuple):
-    graded: Graded
-    grader: str  # the one whose model has answered
-    answers: dict[str, str]  # of those before
 
 
 _decoder = msgspec.msgpack.Decoder(Judging)
@@ -104,8 +96,9 @@ def adapter_of(model: str) -> AdapterRef:
     return found
 
 
-def resumed(result: TurnResult) -> Resumed:
-    """The original message with the answer's cost, and the epoch and attempt of a pause. Raises CorruptObject."""
+def resumed(result: TurnResult) -> tuple[Graded, str, dict[str, str]]:
+    """The original message with the answer's cost, and the epoch and attempt of a pause; the grader whose model has answered; the
+    answers of those before. Raises CorruptObject."""
     request = result.request
     try:
         judging = _decoder.decode(request.context)
@@ -113,7 +106,7 @@ def resumed(result: TurnResult) -> Resumed:
     except (msgspec.DecodeError, ValueError) as error:
         raise CorruptObject(f"what a grader's model was asked about cannot be read: {error}") from error
     if isinstance(graded, GradeRequest):
-        return Resumed(graded, judging.grader, judging.answers)
+        return graded, judging.grader, judging.answers
     if not isinstance(graded, TurnResult):
         raise CorruptObject(f"a grader's model was asked about a {type(graded).__name__}")
     before = msgspec.structs.replace(
@@ -123,13 +116,13 @@ def resumed(result: TurnResult) -> Resumed:
         epoch=request.epoch,
     )
     whole = msgspec.structs.replace(graded, id=before.id, request=before, epoch=request.epoch, usage=result.usage)
-    return Resumed(whole, judging.grader, judging.answers)
+    return whole, judging.grader, judging.answers
 
 
 def graded_by(result: TurnResult) -> Graded:
     """The message of the result; if unreadable, the result as a trajectory without tokens."""
     try:
-        return resumed(result).graded
+        return resumed(result)[0]
     except CorruptObject:
         request = msgspec.structs.replace(
             result.request,

@@ -32,9 +32,7 @@ def main() -> None:
 
 def forked(requests: socket.socket) -> list[int]:
     """Forks a process for each byte that arrives. Returns there, with the descriptors that came with it."""
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # the kernel forgets those that have ended: the worker hears it from them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets those that have ended: they told the worker
     requests.settimeout(IDLE_S)
     while True:
         asked, descriptors = b"", list[int]()

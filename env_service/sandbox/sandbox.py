@@ -2,8 +2,7 @@
 
 It protects, by the strongest means that the machine allows (`Sandbox.probe` says which hold):
 
-    the network      a network namespace without interfaces; seccomp refuses sockets; without both, a Python audit
-                     hook, which code that tries can get around
+    the network      a network namespace without interfaces; seccomp refuses sockets
     other work       a process namespace and a uid of its own; no signals, no new processes or sessions, no limits or
                      priorities of others, no shared memory (seccomp); the environment is empty, no descriptor of the
                      worker is inherited, the worker's environment cannot be read
@@ -22,7 +21,8 @@ It does not protect:
     - a grader against itself: code that a tenant's grader executes in its own process, for example a model's answer
       given to `exec`, can bring about any reward; prints and stray writes cannot, for they do not know the nonce
     - where there are neither namespaces nor landlock, or no seccomp: files that the call's user may read, and without
-      root that user is the worker's own, so its environment in /proc is among them. `check_strength` refuses this
+      root that user is the worker's own, so its environment in /proc is among them; without seccomp nor a network
+      namespace the network. `check_strength` refuses this
 """
 
 import asyncio
@@ -277,14 +277,6 @@ class Sandbox:
         return _outcome(process, nonce)
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The reason why the sandbox had a call end."""
-
-    ending: RunEnding
-    reason: str
-
-
 class CallProcess:
     """A call's supervisor, as the sandbox sees it.
 
@@ -299,7 +291,8 @@ class CallProcess:
         self._streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self.result, self.output, self._told = bytearray(), bytearray(), bytearray()
         """The bytes that it wrote, up to their limits."""
-        self.stopped: Stopped | None = None
+        self.stopped: tuple[RunEnding, str] | None = None
+        """Kind of the end that the sandbox caused, and its reason."""
 
     @property
     def status(self) -> int:
@@ -308,7 +301,7 @@ class CallProcess:
     def stop(self, ending: RunEnding, reason: str) -> None:
         """Has the supervisor kill the call. The first reason counts, also if the call has just ended."""
         if self.stopped is None:
-            self.stopped = Stopped(ending, reason)
+            self.stopped = ending, reason
             self._streams[-1][1].write_eof()
 
     async def converse(self, content: bytes, allowance: work.Allowance) -> None:
@@ -385,7 +378,8 @@ def _check_room(folder: str) -> None:
 def _outcome(process: CallProcess, nonce: str) -> Outcome:
     text, status = process.output.decode(errors="replace"), process.status
     if process.stopped:
-        return Outcome(ending=process.stopped.ending, output=text, reason=process.stopped.reason)
+        ending, reason = process.stopped
+        return Outcome(ending=ending, output=text, reason=reason)
     reply = _parse(bytes(process.result), nonce)
     if reply is None:
         killed = _signal(status) == signal.SIGKILL

@@ -190,7 +190,7 @@ class RunningRows:
 
     def relax(self) -> None:
         """Gives back memory that only the last rush needed. No row is under way."""
-        self._pools.relax()
+        self._pools.clear()
         if self._captured:
             self._captured.clear()
         give_back_memory()

@@ -200,10 +200,6 @@ class Pools:
         self._pools.clear()
         self._reserved = 0
 
-    def relax(self) -> None:
-        """Gives back the memory of all pools, which must be empty."""
-        self._pools.clear()
-
     def _grow(self, pool: Pool) -> None:
         """Makes room for a row or more; gives back others' spare rows that are in the way."""
         if not (more := self._rows_left(pool)):

@@ -25,7 +25,7 @@ from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, ForwardTurn
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pools, rounded
-from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
+from rollout_service.embedded.prefix import CacheByAdapter, PrefixKey, TurnCache
 from rollout_service.embedded.row_states import TurnRow
 from rollout_service.embedded.sampler import score
 from rollout_service.turns import first_scored, prompt_array, prompt_tops
@@ -82,7 +82,7 @@ class Prefill:
         self._meter = meter
         self._spent = spent
         self._planner = LanePlanner(model.embedding.device, PREFILL_BLOCK, budget_bytes=limits.prefill_lanes)
-        self._prefixes = PrefixCache(limits.prefixes)
+        self._prefixes = CacheByAdapter[PrefixKey, Tensor](limits.prefixes, lambda states: states.nbytes)
         self.turns = TurnCache(limits.turns)
         self._piece = max(1, SCORES_BYTES // (4 * model.config.vocab))
         self.busy_s = 0.0
@@ -185,9 +185,9 @@ class Prefill:
         tokens = torch.from_numpy(request.tokens.numpy()[first:num].astype(np.int64)).to(hidden.device)
         temperature = request.sampling.temperature or 1.0
         states, piece = hidden[first - 1 : num - 1], self._piece
-        scores = score(self._model.logits, states, tokens, temperature=temperature, piece=piece, num_top=num_top)
-        tops = [[*zip(ids, values, strict=True)] for values, ids in zip(*(p.tolist() for p in scores.top), strict=True)]
-        return prompt_array(request, scores.logprobs.cpu().numpy()), prompt_tops(request, tops)
+        own, *best = score(self._model.logits, states, tokens, temperature=temperature, piece=piece, num_top=num_top)
+        tops = [[*zip(ids, values, strict=True)] for values, ids in zip(*(each.tolist() for each in best), strict=True)]
+        return prompt_array(request, own.cpu().numpy()), prompt_tops(request, tops)
 
     # ---- later turns ------------------------------------------------------------------------------------------------
 

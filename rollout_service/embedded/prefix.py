@@ -34,13 +34,6 @@ class CacheByAdapter(ByteCache[K, V]):
                 self.pop(key)
 
 
-class PrefixCache(CacheByAdapter[PrefixKey, Tensor]):
-    """The most recently used prefixes, [layers, T, 2K, D] each."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        super().__init__(budget_bytes, _size)
-
-
 class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
     """The last ended turns, up to `budget_bytes`: of chats, and of jobs once one of their trajectories had a second turn.
 
@@ -48,7 +41,7 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        super().__init__(budget_bytes, lambda turn: _size(turn[1]))
+        super().__init__(budget_bytes, lambda turn: turn[1].nbytes)
         self._jobs: OrderedDict[str, None] = OrderedDict()  # with more than one turn
         # Tokens in order, by adapter and tenant. None begins another.
         self._chats: dict[tuple[AdapterRef, str], list[bytes]] = {}
@@ -125,7 +118,3 @@ def _num_shared(one: bytes, other: bytes) -> int:
 
 def _turn_key(request: TurnRequest) -> TurnKey:
     return request.adapter, request.job, request.trajectory
-
-
-def _size(cache: Tensor) -> int:
-    return cache.numel() * cache.element_size()

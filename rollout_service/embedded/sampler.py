@@ -92,14 +92,6 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan, allowed: Allowe
     return Sampled(tokens, chosen, (top.values, top.indices) if top else None, both)
 
 
-@dataclass(slots=True)
-class Scores:
-    """Log-probs of the tokens of a prompt, and the best ones there."""
-
-    logprobs: Tensor  # [T]
-    top: tuple[Tensor, Tensor]  # [T, num_top] log-probs, tokens; best first
-
-
 def score(
     logits_of: Callable[[Tensor], Tensor],
     hidden: Tensor,
@@ -108,17 +100,15 @@ def score(
     temperature: float,
     piece: int,
     num_top: int = 0,
-) -> Scores:
-    """The log-prob of each token [T] after the hidden state [T, E] that precedes it, and the best `num_top` there. `logits_of`: hidden
-    states [T, E] -> float32 [T, V], then overwritten; called for `piece` of them at a time."""
-    own: list[Tensor] = []
-    best: list[tuple[Tensor, Tensor]] = []
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-prob of each token [T] after the hidden state [T, E] that precedes it; log-probs and tokens of the best there, [T, num_top].
+    `logits_of`: hidden states [T, E] -> float32 [T, V], then overwritten; called for `piece` of them at a time."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
     for states, wanted in zip(hidden.split(piece), tokens.split(piece), strict=True):
         logprobs = torch.log_softmax(logits_of(states).div_(temperature), dim=-1)
-        own.append(logprobs.gather(1, wanted.unsqueeze(1)).squeeze(1))
-        best.append(logprobs.topk(num_top, dim=-1))
-    values, indices = zip(*best, strict=True)
-    return Scores(torch.cat(own), (torch.cat(values), torch.cat(indices)))
+        found.append((logprobs.gather(1, wanted.unsqueeze(1)).squeeze(1), *logprobs.topk(num_top, dim=-1)))
+    own, values, indices = map(torch.cat, zip(*found, strict=True))
+    return own, values, indices
 
 
 def _draw(logprobs: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Tensor:

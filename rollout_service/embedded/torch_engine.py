@@ -48,12 +48,11 @@ class TorchEngine:
 
     def __init__(self, model: EngineBackbone, tokenizer: Tokenizer, *, limits: EngineLimits | None = None) -> None:
         self._config, self._like = model.config, model.embedding
-        self._limits = limits or EngineLimits()
         self._running = RunningRows(
             model,
             end_ids=tokenizer.end_of_turn_ids,
             decode=lambda ids: tokenizer.decode(ids, skip_special=False),
-            limits=self._limits,
+            limits=limits or EngineLimits(),
         )
         self._grammars = Grammars(tokenizer, model.config.vocab)
         self._shapes = model.linear_shapes()
@@ -67,10 +66,6 @@ class TorchEngine:
         self._streaming: set[TurnRow] = set()
 
     # ---- Engine --------------------------------------------------------------------------------------------
-
-    @property
-    def slots(self) -> int:
-        return self._limits.slots
 
     @property
     def in_use(self) -> int:

@@ -48,9 +48,7 @@ class SamplingRequest:
     chat: bool = False  # before those that are none, where the process has no room for all
     by_token: bool = False  # somebody reads its tokens one by one, or looks for a stop string
     grammar: str = ""  # that what is sampled follows, from its first token on
-    prompt_logprobs: bool = (
-        False  # the first chunk brings them; at temperature 1 whatever that of the tokens to come is
-    )
+    prompt_logprobs: bool = False  # in the first chunk; at temperature 1 whatever that of the tokens to come is
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +59,7 @@ class TokenChunk:
     logprobs: list[float]  # [n] at the sampling temperature
     top_logprobs: list[list[tuple[int, float]]]  # [n] best first, as many as were asked for
     finished: bool  # an end-of-turn token, or no room left
-    prompt_logprobs: list[float] = field(
-        default_factory=list[float]
-    )  # of all tokens of the request but the first, if asked for
+    prompt_logprobs: list[float] = field(default_factory=list[float])  # of all the request's tokens but the first
     prompt_top_logprobs: Tops = field(default_factory=Tops)  # of the same
     num_cached: int = 0  # tokens of the request whose keys and values were there
 

@@ -155,10 +155,6 @@ class ProcessEngine:
     # ---- Engine -----------------------------------------------------------------------------------------------------
 
     @property
-    def slots(self) -> int:
-        return self._shape.slots
-
-    @property
     def in_use(self) -> int:
         return len(self._turns)
 

@@ -17,7 +17,7 @@ import signal
 from collections.abc import AsyncGenerator, Generator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from base_model.device import alone_on
 from common.children.own_folder import roomy
@@ -25,8 +25,8 @@ from common.errors import InvalidInput, Unavailable
 from common.models.families import unsupported_on_cpu
 from common.models.weight_files import LINEAR_LAYERS
 from common.text.model_folder import read_config
+from common.text.tokens import ChatTokenizer
 from common.wire.messages import Tops
-from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter
 from rollout_service.process.process_engine import ProcessEngine, Shape
@@ -51,14 +51,7 @@ STOP_S = 1.0
 """The time that vLLM gets to stop before its processes are killed."""
 
 
-class BaseTokenizer(Tokenizer, Protocol):
-    """A tokenizer that knows the base model's sizes; `common.text.tokens.ChatTokenizer` is one."""
-
-    context: int
-    vocab_size: int
-
-
-def vllm_engine(settings: RolloutSettings, folder: Path, tokenizer: BaseTokenizer) -> ProcessEngine:
+def vllm_engine(settings: RolloutSettings, folder: Path, tokenizer: ChatTokenizer) -> ProcessEngine:
     """Makes an engine for the base model in a folder, not started yet.
 
     Raises InvalidInput if vLLM is not installed, or not for this device or base model.

@@ -17,8 +17,7 @@ from rollout_service.__main__ import load_engine
 from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
-from rollout_service.embedded.backbone.loading import load_modules
-from rollout_service.embedded.backbone.modules import ModulesDecoder
+from rollout_service.embedded.backbone.modules import ModulesDecoder, load_modules
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
 from rollout_service.settings import RolloutSettings

@@ -78,7 +78,7 @@ class TorchRunning:
 
 @functools.cache
 def modules_running(device: str) -> TorchRunning:
-    from rollout_service.embedded.backbone.loading import load_modules  # here: transformers takes seconds
+    from rollout_service.embedded.backbone.modules import load_modules  # here: transformers takes seconds
 
     return TorchRunning(backbone=load_modules(TINY, device=device))
 

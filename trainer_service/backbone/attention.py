@@ -179,7 +179,8 @@ class _Branches(torch.autograd.Function):
         span: PackSpan = ctx.span
         q, k, v = ctx.saved_tensors
         of_q, *of_keys = (torch.zeros_like(each) for each in (q, k, v))
-        for own, grad in zip(span.branches, _parted(grads[0], span), strict=True):
+        parts = grads[0].split([own.stop - own.start for own in span.branches], dim=2)
+        for own, grad in zip(span.branches, parts, strict=True):
             row = [each.detach().requires_grad_() for each in _row(q, k, v, span, own)]
             with torch.enable_grad():
                 found = ctx.attend(*row)
@@ -194,10 +195,6 @@ def _row(q: Tensor, k: Tensor, v: Tensor, span: PackSpan, own: slice) -> tuple[T
     """The queries of a branch, and all keys and values of its row."""
     k, v = (torch.cat([each[:, :, : span.beginning], each[:, :, own]], dim=2) for each in (k, v))
     return q[:, :, own], k, v
-
-
-def _parted(grad: Tensor, span: PackSpan) -> Sequence[Tensor]:
-    return grad.split([own.stop - own.start for own in span.branches], dim=2)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, *, pack: Pack, window: int | None, scaling: float | None) -> Tensor:

@@ -31,12 +31,6 @@ class Part:
     places_B: Tensor
     scales_B11: Tensor
 
-    @classmethod
-    def make(cls, start: int, stack: AdapterStack, places: Sequence[int]) -> "Part":
-        device = stack.device
-        scales = torch.tensor([stack.scales[place] for place in places], device=device)
-        return cls(start, start + len(places), stack, torch.tensor(places, device=device), scales[:, None, None])
-
 
 @dataclass(slots=True)
 class Projection:
@@ -50,7 +44,10 @@ class Projection:
         """`adapters`: each sequence's, those of one stack side by side."""
         parts: list[Part] = []
         for stack, group in itertools.groupby(adapters, key=lambda adapter: adapter[0]):
-            parts.append(Part.make(parts[-1].stop if parts else 0, stack, [place for _, place in group]))
+            start, places = parts[-1].stop if parts else 0, [place for _, place in group]
+            scales = torch.tensor([stack.scales[place] for place in places], device=stack.device)
+            places_B = torch.tensor(places, device=stack.device)
+            parts.append(Part(start, start + len(places), stack, places_B, scales[:, None, None]))
         return cls(parts)
 
     def __call__(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

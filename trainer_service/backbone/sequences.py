@@ -62,10 +62,10 @@ class DecoderBackbone:
 
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
         project = plain if adapters is None else Projection.of(adapters)
-        inputs = _inputs(sequences, self.decoder)
-        attend = _attend(self.decoder, inputs.bias_BTT)
-        hidden_BTE = self.decoder.forward(inputs.tokens_BT, inputs.positions_BT, attend, project, self.run_layer)
-        hidden_ME = hidden_BTE.flatten(0, 1).index_select(0, inputs.predictors_M)
+        tokens_BT, positions_BT, bias_BTT, predictors_M = _inputs(sequences, self.decoder)
+        attend = _attend(self.decoder, bias_BTT)
+        hidden_BTE = self.decoder.forward(tokens_BT, positions_BT, attend, project, self.run_layer)
+        hidden_ME = hidden_BTE.flatten(0, 1).index_select(0, predictors_M)
         targets_M, temperatures_M, learned_M = sequences.about_targets(self.device)
         return target_logprobs(hidden_ME, self.decoder.head, targets_M, temperatures_M, learned_M)
 
@@ -88,17 +88,9 @@ class DecoderBackbone:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """A micro-batch on the device."""
-
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    bias_BTT: Tensor | None  # added to attention scores; None: every sequence is one row, plainly causal
-    predictors_M: Tensor  # index into the flattened B x T
-
-
-def _inputs(sequences: Sequences, decoder: Decoder) -> _Inputs:
+def _inputs(sequences: Sequences, decoder: Decoder) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """A micro-batch on the device: tokens and positions [B, T]; what is added to attention scores (None: every sequence is one row,
+    plainly causal); predictors [M], an index into the flattened B x T."""
     trees, width = sequences.trees, sequences.width
     tokens_BT, positions_BT, branches_BT = np.zeros((3, len(trees), width), np.int64)
     branches_BT -= 1
@@ -107,14 +99,10 @@ def _inputs(sequences: Sequences, decoder: Decoder) -> _Inputs:
         tokens_BT[i, : len(tree)], positions_BT[i, : len(tree)] = tree.tokens, tree.positions
         branches_BT[i, : len(tree)] = tree.branches
         predictors += [row_M + i * width for row_M in tree.predictors]
-    device, dtype = decoder.device, decoder.embedding.dtype
-    branched = any(tree.branched for tree in trees)
-    return _Inputs(
-        tokens_BT=torch.from_numpy(tokens_BT).to(device),
-        positions_BT=torch.from_numpy(positions_BT).to(device),
-        bias_BTT=_attention_bias(torch.from_numpy(branches_BT).to(device), dtype) if branched else None,
-        predictors_M=torch.from_numpy(np.concatenate(predictors)).to(device),
-    )
+    arrays = (tokens_BT, positions_BT, branches_BT, np.concatenate(predictors))
+    tokens, positions, branches, places = (torch.from_numpy(each).to(decoder.device) for each in arrays)
+    bias = _attention_bias(branches, decoder.embedding.dtype) if any(tree.branched for tree in trees) else None
+    return tokens, positions, bias, places
 
 
 def _attention_bias(branches_BT: Tensor, dtype: torch.dtype) -> Tensor:

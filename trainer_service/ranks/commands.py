@@ -61,14 +61,6 @@ class FindFree(msgspec.Struct, frozen=True, tag=True):
 RankCommand = NewStack | Put | Remove | AddUp | RankForward | Backward | FindFree
 
 
-def encode(command: RankCommand) -> bytes:
-    return _ENCODER.encode(command)
-
-
-def decode(data: bytes) -> RankCommand:
-    return _DECODER.decode(data)
-
-
 def _plain(array: np.ndarray) -> tuple[str, bytes]:
     return array.dtype.str, array.tobytes()
 
@@ -78,5 +70,5 @@ def _array(_: type, known: tuple[str, bytes]) -> np.ndarray:
     return np.frombuffer(bytearray(data), dtype)
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_DECODER = msgspec.msgpack.Decoder(RankCommand, dec_hook=_array)
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+decode = msgspec.msgpack.Decoder(RankCommand, dec_hook=_array).decode

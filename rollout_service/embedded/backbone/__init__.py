@@ -10,8 +10,7 @@ Its files:
     layout.py            places the rows of a forward of one token each
     captured.py          captures our decoder's steps in CUDA graphs
     decode_kernel.py     attention of such a step, as a Triton kernel
-    modules.py           transformers' own modules, for the families that our decoder does not know
+    modules.py           transformers' own modules, for the families that our decoder does not know, compared with transformers
     compiling.py         compiles what a CPU computes faster without torch, in a thread next to the engine
     compiled_kernels.py  attention of few new tokens, rotary embedding, random numbers, as numba compiles them
-    loading.py           loads a base model into them, and compares them with transformers
 """

@@ -30,7 +30,7 @@ def load_backbone(settings: RolloutSettings, folder: Path) -> EngineBackbone:
     if kind == "decoder":
         decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
         return FusedDecoder(decoder, exact=settings.deterministic, consume=True)
-    from rollout_service.embedded.backbone.loading import load_modules  # imported here: transformers takes seconds
+    from rollout_service.embedded.backbone.modules import load_modules  # imported here: transformers takes seconds
 
     try:
         return load_modules(folder, device=str(device), dtype=dtype, max_context=settings.max_context)

@@ -54,9 +54,7 @@ class ForwardPart:
     num: int
     attend: QkvAttend
     products: Sequence[Product]
-    turns: Sequence[
-        ForwardTurn
-    ] = ()  # whose rows they are, for those that compute some layers elsewhere; none of later turns
+    turns: Sequence[ForwardTurn] = ()  # of these rows, for who computes layers elsewhere; none of later turns
     width: int = 1  # rows of each of `turns`
 
 

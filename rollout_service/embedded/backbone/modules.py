@@ -3,23 +3,29 @@
 Their attention and linear layers are replaced: the engine attends, on its keys and values, and linear layers of one input
 are one product, to which each row's adapter is added.
 
-Axes: N rows of a forward (one a position), E hidden, H query heads, K key/value heads, D head size.
+Axes: N rows of a forward (one a position), E hidden, H query heads, K key/value heads, D head size; n rows of T tokens.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from base_model.modules import context_of, passed_on, target_layers
+from base_model.modules import check_computed, context_of, load_model, passed_on, target_layers, written_logprobs
 from base_model.stacked import fused_of
 from common.errors import InvalidInput
+from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape, adapt, cut, joined, joined_bias
+from rollout_service.embedded.pools import MIN_LENGTH, Pool
 
+ROWS, LENGTH = 2, 9
+"""Sizes of the few tokens that are compared with transformers' own."""
 NAME = "marlaas_rows"
 """The name by which transformers knows the engine's attention."""
 SHAPES_DIFFER = (
@@ -155,6 +161,40 @@ def _join_layers(
         for index, name in enumerate(names):
             setattr(*targets[name], JoinedLinear(together, index))
     return shapes
+
+
+def load_modules(
+    folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, max_context: int | None = None
+) -> ModulesDecoder:
+    """Loads a local folder in Hugging Face layout. `max_context`: serve no longer context than this.
+
+    Raises InvalidInput for a model that the engine would not compute as transformers does.
+    """
+    model = load_model(folder, device=device, dtype=dtype)
+    vocab = model.config.get_text_config().vocab_size
+    tokens_nT = np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) * 7919 % vocab
+    theirs_nT = torch.stack([written_logprobs(model, row, LENGTH - 1) for row in tokens_nT])
+    decoder = ModulesDecoder(model, max_context)
+    ours_nT = _logprobs(decoder, torch.from_numpy(tokens_nT).to(theirs_nT.device))
+    check_computed(folder, model, ours_nT - theirs_nT, decoder.windows)
+    return decoder
+
+
+@torch.no_grad()
+def _logprobs(decoder: ModulesDecoder, tokens_nT: Tensor) -> Tensor:
+    """Log-probs of all tokens but the first: the last by a step of decoding, the others by a prefill."""
+    num, width = len(tokens_nT), tokens_nT.shape[1] - 2
+    pool = Pool.empty(decoder.config, MIN_LENGTH, decoder.embedding)
+    pool.resize(num)
+    pool.slots += range(num)
+    at_T = torch.arange(width, device=tokens_nT.device).repeat(num)
+    prefill = kv.PrefillAttend(decoder.config, [(pool, row) for row in range(num)], [width] * num, width)
+    before = decoder.forward(tokens_nT[:, :width].flatten(), at_T, [ForwardPart(len(at_T), prefill, ())])
+    at_n = torch.full((num,), width, device=tokens_nT.device)
+    step = kv.DecodeAttend(decoder.config, kv.slices([pool], at_n, [width + 1]), exact=False)
+    last = decoder.forward(tokens_nT[:, width], at_n, [ForwardPart(num, step, ())])
+    hidden = torch.cat([before.unflatten(0, (num, width)), last[:, None]], dim=1)
+    return decoder.logits(hidden).log_softmax(-1).gather(2, tokens_nT[:, 1:, None]).squeeze(2)
 
 
 AttentionInterface.register(NAME, rows_attention)  # pyright: ignore
