@@ -40,6 +40,8 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
+HUGE = 1e6
+"""No factor that learns something is larger."""
 MOST_PLACES = 1.25
 """The most places in wide lanes, for each row."""
 NUM_FUSED = len(FUSED)
@@ -89,6 +91,7 @@ class FusedAdapter:
 
     rank: int  # padded
     factors: LaneFactors
+    is_huge: bool = False  # a query of a neighbour may overflow on the keys that it makes
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +123,8 @@ def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: in
             names = [f"layers.{layer}.{leaf}" for leaf in leaves]
             a.append(_joined_a(adapter, names, shapes, rank).unsqueeze(0).to(like))
             b.append(tuple(_padded_b(adapter, name, shapes, rank).unsqueeze(0).to(like) for name in names))
-    return FusedAdapter(rank, LaneFactors.of(a, b))
+    factors = LaneFactors.of(a, b)
+    return FusedAdapter(rank, factors, is_huge=float(factors.values.abs().max()) > HUGE)
 
 
 def _joined_a(adapter: Adapter, names: Sequence[str], shapes: Mapping[str, tuple[int, int]], rank: int) -> Tensor:

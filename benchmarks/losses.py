@@ -1,14 +1,15 @@
 """Compares losses as the default of jobs: does any give a better model than `grpo`, from the same seeds?
 
-    python -m benchmarks.losses [--base FOLDER] [--skill NAME] [--seeds 8] [--steps 40] [--groups 16] [--json FILE]
+    python -m benchmarks.losses [--base FOLDER] [--skill NAME] [--seeds 8] [--steps 40] [--groups 16] [--tokens 24] [--json FILE]
 
 A seed's jobs differ in their loss alone: items, their order, the first adapter and the rate, the base's own, are the same. They
-train at once on a cluster of one worker of each kind: groups of 8, 24 tokens an answer, exact answers get 1. The
-figure is the mean reward of 8 sampled answers to each of 32 held-out items, of the last version and of the one halfway; `steps`
-is the mean reward over all steps. A difference is to grpo's job of the same seed, with its standard error.
+train at once on a cluster of one worker of each kind: groups of 8, exact answers get 1; `sum` asks a pretrained base in words.
+The figure is the mean reward of 8 sampled answers to each of 32 held-out items, of the last version and of the one halfway;
+`steps` is the mean reward over all steps. A difference is to grpo's job of the same seed, with its standard error.
 """
 
 import asyncio
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ import numpy as np
 
 from benchmarks._report import Report, make_table, parsed, parser, show
 from benchmarks.isolation.statistics import standard_error
+from benchmarks.peers.__main__ import items, make_jobs
+from benchmarks.peers.settings import SUM
 from common.settings import TINY
-from common.tasks.skills import SKILLS
-from harness.live import Api, running
+from common.tasks.skills import SKILLS, Split
+from harness.live import GRADER, Api, jsonl, running
 
 LOSSES = ("grpo", "dr_grpo", "dapo")
 FIGURES = ("held out", "halfway", "steps")
 LIMIT_S = 3600.0
+MATH = {key: value for key, value in GRADER.items() if key != "operation"} | {"type": "math"}
+SPLITS: dict[Split, int] = {"train": 128, "held_out": 32}
 
 
 async def of_job(api: Api, job: str) -> list[float]:
@@ -33,11 +38,18 @@ async def of_job(api: Api, job: str) -> list[float]:
     return [evals[-1], evals[-2], float(np.mean([row["reward_mean"] or 0.0 for row in rows if "reward_mean" in row]))]
 
 
+async def upload_sums(api: Api) -> None:
+    for split, number in SPLITS.items():
+        made = jsonl(items(make_jobs(1, [SUM])[0], number, split))
+        api.files[SUM, split, number] = await api.upload(f"{SUM}.jsonl", made)
+
+
 async def of_seed(api: Api, seed: int, given: Any) -> list[list[float]]:
     """The figures of a seed's jobs, one of each loss."""
-    hyper = {"max_steps": given.steps, "eval_interval": given.steps // 2, "eval_samples": 8, "max_tokens": 24}
-    hyper["batch_size"] = given.groups
-    common: dict[str, Any] = {"model": "base", "seed": seed, "evaluate": True, **hyper}
+    hyper = {"max_steps": given.steps, "eval_interval": given.steps // 2, "eval_samples": 8}
+    hyper |= {"batch_size": given.groups, "max_tokens": given.tokens}
+    grader = MATH if given.skill == SUM else GRADER
+    common: dict[str, Any] = {"grader": grader, "model": "base", "seed": seed, "evaluate": True, **hyper}
     jobs = [await api.submit(given.skill, loss=loss, **common) for loss in LOSSES]
     for job in await api.until_done(*jobs, seconds=LIMIT_S, ask_every_s=2.0):
         assert job["status"] == "succeeded", job["error"]
@@ -49,7 +61,13 @@ async def measure(given: Any) -> np.ndarray:
     environment = {"MARLAAS_BASE_MODELS": f"base={given.base.resolve()}"}
     with tempfile.TemporaryDirectory() as folder:
         async with running(Path(folder), environment=environment) as (_, api):
-            return np.array([await of_seed(api, seed, given) for seed in range(1, 1 + given.seeds)])
+            if given.skill == SUM:
+                await upload_sums(api)
+            found: list[list[list[float]]] = []
+            for seed in range(1, 1 + given.seeds):
+                found.append(await of_seed(api, seed, given))
+                print(f"seed {seed}: {np.round(found[-1], 4).tolist()}", file=sys.stderr)
+            return np.array(found)
 
 
 def report(given: Any) -> Report:
@@ -65,8 +83,8 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    options = parser(__doc__, seeds=8, steps=40, groups=16)
+    options = parser(__doc__, seeds=8, steps=40, groups=16, tokens=24)
     options.add_argument("--base", type=Path, default=TINY, help="the base model's folder")
-    options.add_argument("--skill", choices=[*SKILLS], default="max")
+    options.add_argument("--skill", choices=[*SKILLS, SUM], default="max")
     chosen = parsed(options, {"seeds": 2, "steps": 2})
     show(report(chosen), chosen.json)

@@ -31,7 +31,7 @@ from common.worker.handlers import Beat
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Habits, Inbox, Worker
 from harness.redis_server import embedded_redis
-from manager_service.scheduling.homes import home_of
+from manager_service.owner.jobs.orders import home_of
 
 NUM_WORKERS, NUM_JOBS, LOAD = 4, 32, 1.2
 STEP_S, ROW_S = 0.1, 0.0005

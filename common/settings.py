@@ -112,7 +112,7 @@ class Settings(BaseSettings):
     """Workers that may read one file from the store at once; the others follow them."""
     convoys: int = Field(default=0, ge=0, le=16)
     """Rollout workers that fetch a base model from the store together serve before any has the whole, each with one of so many parts
-    of its layers; 0: none do."""
+    of its layers; 0, and where base models take turns: none do."""
 
     @field_validator("base_models")
     @classmethod
@@ -186,6 +186,8 @@ def parse_base_models(value: str) -> dict[str, str]:
             raise ValueError(f"base model name {name!r}: letters, digits, '.', '_' and '-' only")
         if where.startswith("store:") and not stored_digest(where):
             raise ValueError(f"base model {part!r}: write name=store:NAME@DIGEST as `marlaas base push` prints it")
+        if name in models:
+            raise ValueError(f"base model {name!r} is named twice: give each a name of its own")
         models[name] = where or str(TINY)
     if not models:
         raise ValueError("MARLAAS_BASE_MODELS names no base model")

@@ -42,7 +42,7 @@ _WORKER = """
 _ENV = "zrangebyscore rpush lrange"
 _ROLLOUT = "info strlen rpush lrange zrangebyscore"
 _MANAGER = """
-    multi exec info dbsize randomkey memory|usage pttl
+    multi exec info memory|usage pttl
     xrevrange xtrim del exists expire get incr mget set hdel hget hexists hgetall hincrby hincrbyfloat
     hkeys hlen hmget hset hsetnx hstrlen hvals sadd sismember smembers srem zadd zcard zrange zremrangebyscore
 """

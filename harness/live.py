@@ -36,7 +36,8 @@ class Api:
             trust_env=False,
             verify=False,  # there is no TLS, and certificates take longer to load than a request
         )
-        self._files: dict[tuple[str, Split, int], str] = {}
+        self.files: dict[tuple[str, Split, int], str] = {}
+        """Ids of uploaded items, by skill, split and number."""
 
     async def get(self, path: str, **params: Any) -> Any:
         """Waits out the moments in which the manager is away."""
@@ -72,9 +73,9 @@ class Api:
     async def file(self, skill: str, split: Split, number: int) -> str:
         """Id of an uploaded file of the skill's items."""
         key = (skill, split, number)
-        if key not in self._files:
-            self._files[key] = await self.upload(f"{skill}.jsonl", jsonl(generate(skill, 1, number, split)))
-        return self._files[key]
+        if key not in self.files:
+            self.files[key] = await self.upload(f"{skill}.jsonl", jsonl(generate(skill, 1, number, split)))
+        return self.files[key]
 
     async def submit(
         self,

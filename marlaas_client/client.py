@@ -82,7 +82,7 @@ class Client:
         hyperparameters: Record | None = None,
         method: Method = "reinforcement",
         validation: GivenItems | None = None,
-        model: str = "tiny",
+        model: str = "",
         adapter: Path | None = None,
         suffix: str | None = None,
         seed: int | None = None,
@@ -180,12 +180,7 @@ class Client:
             raise InvalidInput(f"{name} says the version: leave it out")
         chosen = self._newest_version(name) if version is None else version
         of_job = f"{JOBS}/{name}/checkpoints/{chosen}/content"
-        try:
-            content = self.download(content_path(name, chosen) if ":" in name else of_job)
-        except Refused as error:
-            if error.status == 404 and version and ":" not in name and (newest := self.job(name)["version"]) < version:
-                raise Refused(f"{name} has no version {version}: its newest is {newest}", 404) from error
-            raise
+        content = self.download(content_path(name, chosen) if ":" in name else of_job)
         folder = to or Path(f"{folder_name(name)}-{chosen}")
         files = unpack(content, folder)
         name_base(folder / CONFIG, self.bases)
@@ -228,7 +223,7 @@ class Client:
             self.delete(f"/v1/files/{file}")
 
     def upload(self, filename: str, content: bytes | BinaryIO) -> Record:
-        """A file of items, JSONL or CSV, which the API checks line by line."""
+        """A file of items in JSONL, which the API checks line by line."""
         files = {"file": (filename, content, "application/jsonl")}
         return self._send("POST", "/v1/files", files=files, data={"purpose": "fine-tune"}).json()
 

@@ -91,9 +91,8 @@ def _line(item: DatasetRow, number: int) -> bytes:
 
 def rows_of_file(file: Path) -> Iterator[DatasetRow]:
     """Rows of JSONL, or of CSV or Parquet by the name's end. Raises InvalidInput."""
-    read = {".csv": _of_csv, ".parquet": _of_parquet}.get(file.suffix.lower(), _of_jsonl)
     try:
-        yield from read(file)
+        yield from TABLES.get(file.suffix.lower(), _of_jsonl)(file)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -115,16 +114,17 @@ def _of_csv(file: Path) -> Iterator[DatasetRow]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
+            if len(names := reader.fieldnames or ()) > len(set(names)):
+                raise InvalidInput(f"{file}: two columns have one name")
             for number, row in enumerate(reader, 1):
                 if None in row or None in row.values():
                     raise InvalidInput(f"{file}, row {number}: its values are not as many as the columns")
                 yield {name: _of_cell(name, value, f"{file}, row {number}") for name, value in row.items()}
         except csv.Error as error:
-            raise InvalidInput(f"{file}, line {reader.line_num}: {error}") from error
+            raise InvalidInput(f"{file}, line {reader.reader.line_num}: {error}") from error
 
 
 def _of_cell(name: str, value: str, where: str) -> Any:
-    """Reads a cell as the service does."""
     if name not in JSON_COLUMNS:
         return value
     try:
@@ -144,6 +144,10 @@ def _of_parquet(file: Path) -> Iterator[DatasetRow]:
                 yield from batch.to_pylist()
         except ValueError as error:  # pyarrow's ArrowInvalid is one
             raise InvalidInput(f"{file}: {error}") from error
+
+
+TABLES = {".csv": _of_csv, ".parquet": _of_parquet}
+"""Kinds of files that become JSONL here, with what reads them."""
 
 
 # ---- datasets -------------------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from marlaas_client.dataset import TABLES, Columns, as_jsonl, rows_of_file
 from marlaas_client.errors import InvalidInput
 from marlaas_client.records import Record
 
 Method = Literal["reinforcement", "supervised"]
 GivenItems = Path | str | Iterable[Mapping[str, Any]]
-"""A file of JSONL, or its rows."""
+"""A file of JSONL, CSV or Parquet, or its rows."""
 SHORT_GRADERS: dict[str, Record] = {
     "string_check": {"operation": "eq"},
     "math": {},
@@ -54,7 +55,11 @@ def content_of(items: GivenItems) -> tuple[str, bytes]:
     """(name, JSONL) of a file to upload. Raises InvalidInput if it cannot be read."""
     if not isinstance(items, str | Path):
         return "items.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items).encode()
+    file = Path(items)
+    if file.suffix.lower() in TABLES:
+        with as_jsonl(rows_of_file(file), Columns()) as lines:
+            return f"{file.stem}.jsonl", lines.read()
     try:
-        return Path(items).name, Path(items).read_bytes()
+        return file.name, file.read_bytes()
     except OSError as error:
         raise InvalidInput(f"{items}: {error.strerror}") from None

@@ -55,7 +55,7 @@ class FusedStep:
     tokens: int  # that it has to go at its begin; before that, about
     result: "asyncio.Future[Any]"
     step: Opened | None = None
-    is_alone: bool = False  # it is computed with no other step: one that failed together with others
+    is_alone: bool = False  # its micro-batches hold no other step: one that failed together with others
     most_tokens: int = sys.maxsize  # of its micro-batches, except a row that is longer
     under_way: int = 0  # tokens that it had left before the micro-batch that is computed now
 
@@ -149,7 +149,7 @@ class Driver:
         self._hurried = bool(outcomes) and not self._hurried
         if self._hurried or not left:
             return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; every other round has one
-        company = left[:1] if left[0].is_alone else self._in_turn([m for m in left if not m.is_alone])
+        company = _together(self._in_turn(left))
         return outcomes | self._micro_batch(company) | self._finish(company)
 
     def _begun(self, member: FusedStep) -> Opened:
@@ -230,6 +230,12 @@ class Driver:
         if member.step is not None:
             self.trainer.discard(member.step.opened)
             member.step = None
+
+
+def _together(in_turn: Sequence[FusedStep]) -> Sequence[FusedStep]:
+    """The first step and those that may share its micro-batch: none that must be alone, or that would make it smaller."""
+    first, *others = in_turn
+    return [first, *(m for m in others if not (first.is_alone or m.is_alone) and m.most_tokens >= first.most_tokens)]
 
 
 def _tried(call: Callable[[], T]) -> T | Exception:

@@ -37,7 +37,6 @@
     peer-key                   string   what rollout workers must know to follow each other
     convoy:<place>             string   rollout worker that loads a stage of the base model, how far it is, and its address; expires
     store                      string   identity of the local store that the cell's first service found
-    memory                     hash     kind of key -> bytes of Redis' memory, estimated by one owner
     disk-full                  string   set while the disk of `marlaas up`'s Redis is full
     dropped                    hash     stream -> entries that were dropped because it had too many bytes
     owners                     zset     tokens of live owners by when they count as dead, ms
@@ -64,7 +63,7 @@
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
     checkpoints:<job>          hash     version -> checkpoint record, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
-    stored:<tenant>            hash     bytes in object storage: of a job's or run's versions, `<job>/records`, and `total`
+    stored:<tenant>            hash     bytes in object storage: of a job's or run's versions, `<job>/records`, `archived`, `total`
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
     hours:<tenant>:<yyyymmddhh> hash    `<session>/<counter>` -> tokens of an hour, UTC; no session: jobs and chat; expires
     run:<run>                  hash     `spec` (immutable), `state` (mutable): JSON
@@ -159,7 +158,6 @@ class Cell:
     holders = KeyOf[str]("holders")
     peer_key = Key("peer-key")
     convoy = KeyOf[str]("convoy")
-    memory = Key("memory")
     disk_full = Key("disk-full")
     dropped = Key("dropped")
     owners = Key("owners")

@@ -23,9 +23,8 @@ def main() -> None:
 
 
 def tie_to(parent: int) -> None:
-    """Ends this process with its parent. Outside Linux it outlives one that is killed with SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Ends this process with its parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The kernel signals when the thread that made this process ends. The order lasts over an exec, not over a fork:
     # each child ties itself. A parent that died before the line above signals no more.
     if os.getppid() != parent:

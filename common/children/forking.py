@@ -117,8 +117,8 @@ async def fork(requests: socket.socket, request: ForkRequest, *files: int) -> Fo
 
 
 def can_be_forked(command: Command) -> bool:
-    """Is it a module of Python, on a system where a fork can be tied to its parent?"""
-    return sys.platform == "linux" and command.argv[:2] == (sys.executable, "-m") and len(command.argv) == 3
+    """Is it a module of Python?"""
+    return command.argv[:2] == (sys.executable, "-m") and len(command.argv) == 3
 
 
 async def _next_number(answers: socket.socket) -> int | None:

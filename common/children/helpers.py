@@ -151,7 +151,7 @@ def kill_children() -> None:
 
 
 def address_space() -> int:
-    """Bytes of address space that this process has so far (Linux)."""
+    """Bytes of address space that this process has so far."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -164,9 +164,8 @@ def serve(answer: Callable[[bytes], Any], *, memory_bytes: int | None = None, pr
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tie_to(os.getppid())
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     with os.fdopen(os.dup(1), "wb") as sink:

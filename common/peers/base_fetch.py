@@ -155,13 +155,15 @@ class BaseFetch:
     async def _fetch_shares(self, convoy: Convoy, files: Mapping[str, StoredFile]) -> None:
         """Fetches other files, then the weights of a convoy's stage, of the one behind it, and so on. So those who load together read the
         store once. Whoever did gives later ones the stage that was its own, as each of them begins with another."""
-        tensors = dict[str, list[StoredTensor]]()
+        small, tensors = list[StoredTensor](), dict[str, list[StoredTensor]]()
         for name, file in files.items():
-            if name.endswith(".safetensors") and file.size > PARTED_BYTES:
-                tensors[name] = await self._tensors(name, file)
+            found = await self._tensors(name, file) if name.endswith(".safetensors") else []
+            if found and file.size > PARTED_BYTES:
+                tensors[name] = found
             else:
                 await self._complete(self._part / name, file)
-        stages = divided(chain(*tensors.values()), convoy.num_stages)
+                small += found
+        stages = divided(chain(small, *tensors.values()), convoy.num_stages)
         own = await convoy.enter()
         for stage in [*stages[own:], *stages[:own]]:
             for name, found in tensors.items():

@@ -18,7 +18,7 @@ import msgspec
 from common.models.host_memory import own_bytes
 from common.wire.reported import InPool, Tier
 
-MAX_PACKET = 4096
+MAX_PACKET = 1 << 16
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):

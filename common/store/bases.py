@@ -9,6 +9,7 @@ The digest is the base model's identity (`common.models.base_digest`).
 import asyncio
 import contextlib
 import hashlib
+import time
 from collections.abc import AsyncIterator, Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -75,7 +76,7 @@ async def push_base(objects: Objects, name: str, folder: Path, tell: Callable[[s
 
     Raises InvalidInput for a folder that is no base model, and where the store has other files under its digest.
     """
-    files = await asyncio.to_thread(_hashed_folder, folder)
+    since_s, files = time.time(), await asyncio.to_thread(_hashed_folder, folder)
     digest = await asyncio.to_thread(base_digest, folder)
     await _check_same(objects, digest, files, folder)
     sizes = await objects.sizes(f"{ROOT}/{digest}")
@@ -88,6 +89,7 @@ async def push_base(objects: Objects, name: str, folder: Path, tell: Callable[[s
             await objects.write_parts(path, _pieces(folder / file_name))
     with contextlib.suppress(AlreadyExists):
         await objects.create(base_path(digest, MANIFEST), msgspec.json.encode(BaseManifest(name, files)))
+    objects.drop_drafts(f"{ROOT}/{digest}", since_s)
     return f"store:{name}@{digest}"
 
 

@@ -168,6 +168,12 @@ class Objects:
         last = time.time() - seconds
         await self.delete(*(meta["path"] for meta in found if meta["last_modified"].timestamp() < last))
 
+    def drop_drafts(self, prefix: str, before_s: float) -> None:
+        """Deletes each `name#1` in a folder of a local store, which a killed writer left: unchanged since a moment, in s since 1970."""
+        for draft in (self._folder.path / prefix).glob("*#*") if self._folder else ():
+            if draft.stat().st_mtime < before_s:
+                draft.unlink(missing_ok=True)
+
     async def delete_folder(self, prefix: str) -> None:
         await self.delete(*await self.paths(prefix))
 

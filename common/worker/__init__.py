@@ -24,7 +24,6 @@ Its files:
     settler.py     settles finished deliveries, many by one script
     takeover.py    takes over the entries that other workers left behind
     telemetry.py   tells once a second what a worker does
-    underway.py    keeps the deliveries that a worker works on
-    voided.py      remembers which jobs were cancelled, and up to which epoch
+    underway.py    keeps the deliveries that a worker works on, and which jobs were cancelled, up to which epoch
     worker.py      runs a worker: reads messages, works on them, tries again, gives up, hands back
 """

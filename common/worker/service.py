@@ -117,8 +117,6 @@ def run(name: str, settings_type: type[S], build: Build[S], pooled: Pooled[S], e
     def main(settings: S) -> Coroutine[Any, Any, None]:
         if settings.base_model or len(settings.models) == 1:
             return _run(name, settings, build, early)
-        if sys.platform != "linux":
-            raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
         assert spec is not None, "it runs by python -m"
         workers = BaseWorkers(fork_server(), spec.name, worker_id(name))
@@ -196,7 +194,7 @@ async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) 
         relay = await _open_relay(settings, start) if name == SERVES_PEERS and settings.relays else None
         loops: list[Coroutine[Any, Any, None]] = [relay.run()] if relay else []
         digest = stored_digest(settings.models[settings.model_name])
-        if early and relay and settings.convoys and digest:
+        if early and relay and settings.convoys and digest and not start.gate:  # which says when this one may read
             convoy = Convoy(start.bus, start.reporter.worker, relay.holders.address, settings.convoys)
             relay.convoy = convoy
             parts, start = start.parts(BaseIdentity(settings.model_name, digest), relay), replace(start, convoy=convoy)
@@ -314,24 +312,26 @@ class _Start:
                 self.seconds[phase] += time.monotonic() - since_s
 
     async def _during(self, work: Coroutine[Any, Any, T], progress: Callable[[], str]) -> T:
-        working, stopped = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
-        telling = asyncio.create_task(self._tell(progress))
-        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        working, telling = asyncio.create_task(work), asyncio.create_task(self._tell(progress))
+        if not await done_before(self.stop, asyncio.wait([working])):
             if self.convoy:
                 await self.convoy.over.wait()
             kill_children()
             leave()
-        await cancel_all([stopped, telling])
-        if self.gate and isinstance(error := working.exception(), InvalidInput):
-            await self.gate.tell(NotTaken(str(error)))
+        await cancel_all([telling])
+        if isinstance(error := working.exception(), InvalidInput):
+            told = self.gate.tell(NotTaken(str(error))) if self.gate else self._say(f"it has ended: {error}")
+            await asyncio.wait([asyncio.create_task(told)], timeout=1.0)
         return working.result()
 
     async def _tell(self, progress: Callable[[], str]) -> None:
         while True:
             await asyncio.sleep(PROGRESS_S)
-            report = self.reporter.report("starting", 0, reason=await asyncio.to_thread(progress))
-            await self.bus.broadcast(self.bus.cell.telemetry, report, keep_s=KEEP_S)
+            await self._say(await asyncio.to_thread(progress))
+
+    async def _say(self, why: str) -> None:
+        report = self.reporter.report("starting", 0, reason=why)
+        await self.bus.broadcast(self.bus.cell.telemetry, report, keep_s=KEEP_S)
 
 
 def _loading(base: str) -> Callable[[], str]:
@@ -430,10 +430,9 @@ class Download:
                 self._total = self._size()
             except (OSError, ValueError, errors.HTTPError):  # pyright: ignore[reportPrivateImportUsage]
                 self._total = 0
-        total = self._total
         blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self._repo, repo_type="model") / "blobs"
         done = sum(_size_of(file) for file in blobs.glob("*"))
-        part = f"{min(1.0, done / total):.0%} of {total / 1e9:.1f} GB, " if total else ""
+        part = f"{min(1.0, done / self._total):.0%} of {self._total / 1e9:.1f} GB, " if self._total else ""
         return f"downloading {self._where}: {part}{done / 1e6:,.0f} MB are here"
 
     def _size(self) -> int:
@@ -444,7 +443,6 @@ class Download:
 
 
 def _size_of(file: Path) -> int:
-    try:
+    with contextlib.suppress(FileNotFoundError):  # it has just become another file
         return file.stat().st_size
-    except FileNotFoundError:  # it has just become another file
-        return 0
+    return 0

@@ -1,4 +1,4 @@
-"""The deliveries that a worker works on, where it reads them, and the places that they take.
+"""The deliveries that a worker works on, where it reads them, the places that they take, and which were cancelled.
 
 A delivery is under way from the creation of its task until `end`. Only what advanced since the last renewal is renewed, so
 that another worker takes over what hangs.
@@ -6,13 +6,16 @@ that another worker takes over what hangs.
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from common.bus.bus import Delivery, Progress, Undecodable, Unfetched
 from common.cancellation import set_within
+from common.wire.messages import Cancel, Message
 from common.worker.handlers import Resumes
+
+MAX_VOIDED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +184,25 @@ class Underway:
         if tasks := [active.task for active in self._active.values()]:
             await asyncio.wait(tasks, timeout=timeout_s)
         return not self._active
+
+
+@dataclass(slots=True)
+class Voided:
+    """Remembers, for each job, the newest epoch that this worker heard to be void."""
+
+    _epochs: "OrderedDict[str, tuple[int, bool]]" = field(default_factory=OrderedDict)
+
+    def add(self, cancel: Cancel) -> None:
+        known = self._epochs.get(cancel.job, (-1, False))
+        if cancel.epoch >= known[0]:
+            self._epochs[cancel.job] = (cancel.epoch, cancel.park)
+            self._epochs.move_to_end(cancel.job)
+        while len(self._epochs) > MAX_VOIDED:
+            self._epochs.popitem(last=False)
+
+    def verdict(self, message: Message) -> str | None:
+        """Returns `park` or `drop` for a void message; None for a valid one."""
+        epoch, park = self._epochs.get(message.job, (-1, False))
+        if message.epoch > epoch:
+            return None
+        return "park" if park else "drop"

@@ -44,8 +44,7 @@ from common.worker.own_streams import OwnStreams
 from common.worker.settler import Settler
 from common.worker.takeover import Takeover
 from common.worker.telemetry import KEEP_S, Reporter
-from common.worker.underway import Inbox, Underway
-from common.worker.voided import Voided
+from common.worker.underway import Inbox, Underway, Voided
 
 MAX_ATTEMPTS = 3
 UNAVAILABLE_LIMIT_S = 600.0

@@ -7,7 +7,6 @@ Its files:
 
     reading/          reads what tenants send, without stopping the event loop
     sampling/         chat and text completions
-    arrival.py        gives each request an id, and Tinker's paths for OpenAI's calls ours
     app.py            makes the application: routes, limits, the OpenAPI document
     server.py         makes the parts behind the routes, and serves them
     context.py        gives each route the manager's parts, and says who is calling

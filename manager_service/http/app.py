@@ -1,13 +1,16 @@
 """The application: routers, error handlers, limits, and an OpenAPI document that is true."""
 
+import re
+import secrets
 from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manager_service.http import errors
-from manager_service.http.arrival import Arrival
 from manager_service.http.body_limit import BodyLimit, KeyFirst
 from manager_service.http.connections import GONE, ClientGone
 from manager_service.http.context import Api
@@ -22,6 +25,7 @@ from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, Records
 from manager_service.http.tinker.rest import absent, billing, checkpoint_routes, listings
 from manager_service.http.tinker.retrieval import Patience
 
+OAI = re.compile(r"/oai/api(/v1/(?:chat/completions|completions|models(?:/.*)?))")
 TITLE = "MARLaaS"
 DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.
 The `openai` client works unchanged with `base_url=http://host:port/v1`."""
@@ -82,3 +86,22 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
     return document
+
+
+class Arrival:
+    """ASGI middleware, the first: gives each request an id, which its answer says, and makes Tinker's paths for OpenAI's calls ours."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def telling(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[errors.REQUEST_ID] = scope[errors.REQUEST_ID]
+            await send(message)
+
+        if scope["type"] == "http":
+            scope[errors.REQUEST_ID] = f"req_{secrets.token_hex(12)}"
+            if known := OAI.fullmatch(scope["path"]):
+                scope["path"] = known[1]
+        await self._app(scope, receive, telling)

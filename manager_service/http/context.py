@@ -29,7 +29,6 @@ from common.text.tokens import ChatTokenizer
 from manager_service.http.errors import ApiError
 from manager_service.http.openai.files.downloads import Downloads
 from manager_service.http.openai.files.file_store import Files
-from manager_service.http.openai.files.table_uploads import Tables
 from manager_service.http.reading.reading_helpers import Helpers
 from manager_service.http.sampling.feed import Feed
 from manager_service.http.sampling.inference import Inference
@@ -113,7 +112,6 @@ class Api:
     helpers: Helpers
     stored: StoredBytes
     files: Files
-    tables: Tables
     bases: dict[str, Base]
     reads: PerTenant = field(default_factory=lambda: PerTenant(MAX_READS))
     rounds: Rounds = field(default_factory=Rounds)  # of the event loop, for what takes long

@@ -19,6 +19,10 @@ NO_DISK = (
 )
 
 
+MAX_HOUR_COUNTERS = 500
+"""Counters of one tenant's hour: what further sessions use counts without a session. Hours are kept for weeks."""
+
+
 async def tokens_today(redis: Any, cell: Cell, tenant: str) -> int:
     """Prompt, sampled and trained tokens since midnight UTC, in one cell."""
     return int(float(await redis.hget(cell.usage(tenant), day_field(time.time())) or 0))
@@ -80,6 +84,8 @@ async def count_inference(redis: Any, cell: Cell, tenant: str, usage: Usage, ses
     """`session`: of the Tinker protocol, if it asked."""
     now = time.time()
     key, hour, tokens = cell.usage(tenant), cell.hours(tenant, hour_of(now)), 0
+    if session and await redis.hlen(hour) >= MAX_HOUR_COUNTERS:
+        session = ""
     pipe = redis.pipeline(transaction=False)
     for counter, amount in msgspec.structs.asdict(usage).items():
         if amount:

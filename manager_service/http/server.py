@@ -29,7 +29,6 @@ from manager_service.http.app import create_app
 from manager_service.http.connections import Connection
 from manager_service.http.context import LIMITS, Api, ApiLimits, Base, connect_impatiently
 from manager_service.http.openai.files.file_store import Files
-from manager_service.http.openai.files.table_uploads import Tables
 from manager_service.http.reading.reading_helpers import Helpers
 from manager_service.http.sampling.cell_share import BULK
 from manager_service.http.sampling.feed import Feed
@@ -80,10 +79,7 @@ async def make_api(settings: ManagerSettings, limits: ApiLimits = LIMITS) -> Asy
             stored=stored,
             room=DiskRoom(settings.store, settings.disk_reserve_bytes),
         )
-        tables = Tables(helpers, max_file_bytes=limits.max_file_bytes, max_line_bytes=limits.max_line_bytes)
-        yield Api(
-            settings, limits, redis, objects, AdapterStore(objects), tenants, helpers, stored, files, tables, bases
-        )
+        yield Api(settings, limits, redis, objects, AdapterStore(objects), tenants, helpers, stored, files, bases)
     finally:
         await helpers.close()
         for base in bases.values():

@@ -1,6 +1,5 @@
 """Waits, for `marlaas up`, until the folder of the local store is the one that the cells know."""
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,6 @@ class OwnStore:
         self._environment = environment
         self._own = data_dir / "store"
         self._tell = tell
-        self._to_look = asyncio.Event()
         self.waits_for = ""
         """The reason why the folder is not used yet."""
 
@@ -51,16 +49,6 @@ class OwnStore:
                     bases[name] = str(folder_of(where, settings, with_weights=False))
             environment["MARLAAS_BASE_MODELS"] = ",".join(f"{name}={where}" for name, where in bases.items())
         return environment
-
-    def look_again(self) -> None:
-        """Lets `recognise_again` go on: a service starts again, and may wait for the folder."""
-        self._to_look.set()
-
-    async def recognise_again(self, redis_url: str) -> None:
-        """Calls `recognise` after the next `look_again`."""
-        await self._to_look.wait()
-        self._to_look.clear()
-        await self.recognise(redis_url)
 
     def _wait(self, reason: str) -> None:
         self.waits_for = reason

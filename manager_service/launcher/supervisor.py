@@ -260,7 +260,6 @@ class LocalCluster:
 
     def _hear(self, line: str) -> None:
         """Passes on a child's exits. A child that refuses its settings ends the start, whose error says why."""
-        self._store.look_again()
         if self._is_up or not any(process.refused for process in self._processes.values()):
             self._notify(line)
 
@@ -276,7 +275,7 @@ class LocalCluster:
                 await done_before(self._stopping, self._store.recognise(self.redis_url))
                 for process in self._services.values():
                     group.create_task(process.keep_running())
-                loops = [self._rotate_logs(), self._watch_store(), self._elastic.follow(self.redis_url, group)]
+                loops = [self._rotate_logs(), self._elastic.follow(self.redis_url, group)]
                 loops += [self._room.watch()] if self._room else []
                 helpers = [group.create_task(loop) for loop in loops]
                 await self._stopping.wait()
@@ -307,12 +306,6 @@ class LocalCluster:
                 await asyncio.sleep(POLL_S / 5)
         finally:
             await client.aclose()
-
-    async def _watch_store(self) -> None:
-        """Tells why services that start again wait for the store. They look for themselves, so no error ends this."""
-        while True:
-            with contextlib.suppress(OSError, RedisError):
-                await self._store.recognise_again(self.redis_url)
 
     async def _rotate_logs(self) -> None:
         while True:

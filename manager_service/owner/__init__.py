@@ -18,5 +18,4 @@ Its files:
     runs/             jobs whose loop their user keeps, through the Tinker protocol
     archiver.py       copies a finished job's records to the archive, and tells the owner what to delete in Redis
     job_reader.py     reads jobs: records, files on this machine's disk, versions that only the store knows
-    redis_memory.py   measures what fills Redis
 """

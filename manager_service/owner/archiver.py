@@ -112,8 +112,8 @@ class Archiver:
         await self._objects.delete_folder(f"payloads/{job}")
         if deleted:  # a step that was under way then may have made a version since
             await self._objects.delete_folder(f"adapters/{spec.tenant}/{job}")
-        await self._bus.retrying(lambda: count_again(self._objects, self._bus.client, cell, spec.tenant, job))
-        return Moved(job, spec.tenant, usage)
+        size = await self._bus.retrying(lambda: count_again(self._objects, self._bus.client, cell, spec.tenant, job))
+        return Moved(job, spec.tenant, usage, size)
 
 
 class Recount:

@@ -392,7 +392,7 @@ class Owner:
     async def _watch(self) -> None:
         """Follows what changes slowly: tenants, memory, quotas, the age of broadcasts, stalls."""
         while True:
-            await self._surroundings.look(measures=0 in self._owned)
+            await self._surroundings.look(sizes_pool=0 in self._owned)
             self._allocator.disk_full = any(report.disk_full for report in self._cluster.working("trainer"))
             await self._look_after_runs()
             await self._tell_stalls()
@@ -432,8 +432,7 @@ class Owner:
         if used == DISK_FULL:
             return "the disk of Redis is full, and nothing is issued until it has room"
         if used > MAX_MEMORY_USED:
-            full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
-            return f"{full} (most of it: {largest})" if (largest := self._surroundings.memory.largest()) else full
+            return f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
         return cluster.waits_for(job.id) or whereabouts(job, self._cluster)
 
     async def _nothing_under_way(self) -> bool:

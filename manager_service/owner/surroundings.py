@@ -14,7 +14,6 @@ from common.bus.streams import GROUP_ENV, GROUP_MANAGER
 from common.wire.messages import WorkerReport
 from common.worker.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.owner.jobs.job import Job
-from manager_service.owner.redis_memory import RedisMemory, bound
 from manager_service.records.cluster import WANTED_S, WantedWorkers, named, own_streams
 from manager_service.records.job_records import JobSpec
 from manager_service.records.sample_records import Limits
@@ -112,7 +111,6 @@ class Surroundings:
         pool: PoolSizer | None = None,
     ) -> None:
         allocator.storage.max_bytes = stored.max_bytes
-        self.memory = RedisMemory(bus)
         self._bus = bus
         self._cell = bus.cell
         self._tenants = tenants
@@ -125,18 +123,17 @@ class Surroundings:
         self._completed: dict[str, float] = {}
         """Tenant with jobs here -> tokens of its completions, as they were charged."""
 
-    async def look(self, *, measures: bool) -> None:
-        """Renews what the Allocator is told, and trims. `measures`: this owner measures Redis' memory, and the pool, for all."""
-        await self._refresh(measures)
-        if measures and self._pool:
+    async def look(self, *, sizes_pool: bool) -> None:
+        """Renews what the Allocator is told, and trims. `sizes_pool`: this owner says for all how many workers are wanted."""
+        await self._refresh()
+        if sizes_pool and self._pool:
             await self._pool.look(time.monotonic())
         await self._trim_broadcasts()
 
-    async def _refresh(self, measures: bool) -> None:
+    async def _refresh(self) -> None:
         tenants = {record.id: record for record in await self._bus.retrying(self._tenants.all)}
         self._allocator.tenants = tenants
         self._allocator.memory_used = await self._bus.retrying(lambda: used_by(self._bus.client, self._cell))
-        await self.memory.look(measures=measures)
         limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
         self._allocator.used_today.update(await self._used_today(limited))
         await self._charge_completions()
@@ -223,6 +220,22 @@ class Surroundings:
             await self._bus.retrying(lambda s=stream, n=most: self._bus.client.xtrim(s, n, approximate=True))
         await bound(self._bus, self._cell.telemetry, self._limits.telemetry)
         await bound(self._bus, self._cell.dead, self._limits.dead)
+
+
+# KEYS: a stream, and the hash that counts. ARGV: entries to keep, the stream's name. The first write needs no memory, of which Redis may
+# have none left.
+_TRIM = """
+local num = redis.call('XTRIM', KEYS[1], 'MAXLEN', ARGV[1])
+redis.call('HINCRBY', KEYS[2], ARGV[2], num)
+"""
+
+
+async def bound(bus: Bus, stream: str, max_bytes: int) -> None:
+    """Drops a stream's oldest entries if it has too many bytes, a tenth more than needed, and counts them."""
+    used, length = await bus.pipelined([("MEMORY USAGE", stream), ("XLEN", stream)])
+    if (used or 0) > max_bytes:
+        kept, trim = int(length * 0.9 * max_bytes / used), bus.client.register_script(_TRIM)
+        await bus.retrying(lambda: trim(keys=[stream, bus.cell.dropped], args=[kept, bus.cell.name_of(stream)]))
 
 
 def whereabouts(job: Job, cluster: ObservedCluster) -> str:

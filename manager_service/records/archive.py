@@ -89,6 +89,7 @@ T = TypeVar("T")
 Row = TypeVar("Row", EventRecord, CheckpointRecord)
 ROWS_A_PART = 500
 """Events or checkpoints that are read together."""
+ARCHIVE_FILES = ("/record.json", "/parts.")  # in the paths of what a job is archived with, and what stays of it
 _ID = re.compile(r"[A-Za-z0-9-]{1,100}")
 """More than any job's id may be."""
 
@@ -163,7 +164,8 @@ class Archive:
         return f"{self.folder(job.spec.tenant)}/models/{name}"
 
     async def _write_record(self, job: Archived) -> None:
-        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/record.json", JSON.encode(job))
+        content = JSON.encode(job) + b" " * job.deleted  # `true` is shorter: its size, which is counted once, stays
+        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/record.json", content)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 

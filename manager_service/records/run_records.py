@@ -125,6 +125,7 @@ class RunState(msgspec.Struct):
     failed_why: str = ""  # what became of that operation
     size: tuple[int, int] = (0, 0)  # bytes of each version: of the adapter, of the optimiser's state
     checkpoints: list[Checkpoint] = []
+    num_counted: int = 0  # of them, in what its tenant stores
     inflight: int = -1  # the version of the newest save for samplers that follow such saves
     failure: Failure | None = None  # why it can do nothing more
     leaving: Leaving | None = None
@@ -236,6 +237,8 @@ async def use(bus: Bus, adapter: AdapterRef, *, with_optimizer: bool = False) ->
 
 MAX_CHECKPOINTS = 1000
 """Checkpoints of one run: the state has them all, and is written with each operation."""
+NAME_BYTES = 64 << 10
+"""Stored bytes for which each counts, besides its version: a tenant's 10,000 runs could fill Redis with names of one version each."""
 
 
 def give_name(state: RunState, wanted: SaveWeights, kind: Kind, now: float) -> str:
@@ -249,6 +252,13 @@ def give_name(state: RunState, wanted: SaveWeights, kind: Kind, now: float) -> s
     expires_at = None if wanted.ttl_s is None else int(now) + wanted.ttl_s
     state.checkpoints = [*others, Checkpoint(kind, wanted.name, state.version, int(now), expires_at)]
     return ""
+
+
+def count_names(state: RunState) -> int:
+    """Stored bytes by which a run's checkpoints have more than when they were counted last; they count from now on."""
+    more = len(state.checkpoints) - state.num_counted
+    state.num_counted += more
+    return more * NAME_BYTES
 
 
 def meant(state: RunState, change: NameChange) -> Checkpoint | None:

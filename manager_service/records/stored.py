@@ -1,7 +1,7 @@
 """Counts the bytes that tenants keep in object storage, in the transactions that write and delete.
 
-stored:<tenant>              hash   in each cell: job or run -> bytes of its versions; `<job>/records` -> of its samples and its
-                                    records in the archive; `total` -> of all of these; `counted`: nothing of before is missing
+stored:<tenant>              hash   in each cell: job or run -> bytes of its versions; `<job>/records` -> of its samples; `archived` -> of
+                                    all records in the archive; `total` -> of all of these; `counted`: nothing of before is missing
 marlaas:{@}:file-bytes:<tenant>  hash  file -> bytes
 """
 
@@ -14,8 +14,10 @@ from redis.exceptions import RedisError
 
 from common.bus.streams import Cell
 from common.store.objects import Objects
+from manager_service.records.archive import ARCHIVE_FILES
 from manager_service.records.keys import GLOBAL
 from manager_service.records.tenants import TenantRecord
+from manager_service.records.usage import ARCHIVED
 
 TOTAL, COUNTED = "total", "counted"
 MANIFEST = "/manifest.json"
@@ -24,7 +26,7 @@ WHAT_TO_DELETE = "delete files, models of finished jobs, or checkpoints of runs"
 
 
 def records_of(job: str) -> str:
-    """The field of `stored:<tenant>` in which a job's samples and archived records count."""
+    """The field of `stored:<tenant>` in which a job's samples count."""
     return f"{job}/records"
 
 
@@ -47,13 +49,16 @@ if ARGV[2] == '0' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSE
 """
 
 
-async def count_again(objects: Objects, redis: Any, cell: Cell, tenant: str, job: str) -> None:
-    """Counts what object storage has of a job that has ended, whatever was counted before. Once more changes nothing."""
+async def count_again(objects: Objects, redis: Any, cell: Cell, tenant: str, job: str) -> int:
+    """Counts what object storage has of a job that has ended, whatever was counted before. Once more changes nothing.
+    Returns the bytes of its records in the archive, which count once it leaves Redis."""
     records = await objects.sizes(f"records/{tenant}/{cell.base_model}/{job}/")
     versions = await objects.sizes(f"adapters/{tenant}/{job}/")
-    for what, sizes in ((records_of(job), records), (job, versions)):
-        num_bytes = sum(size for path, size in sizes.items() if not path.endswith(MANIFEST))
+    archived = sum(size for path, size in records.items() if any(part in path for part in ARCHIVE_FILES))
+    kept = sum(size for path, size in versions.items() if not path.endswith(MANIFEST))
+    for what, num_bytes in ((records_of(job), sum(records.values()) - archived), (job, kept)):
         await redis.register_script(_SET)(keys=[cell.stored(tenant)], args=[what, num_bytes, TOTAL])
+    return archived
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +96,18 @@ class StoredBytes:
         found = Counter[str]()
         for redis, key in [(self.redis, file_sizes(tenant)), *((r, c.stored(tenant)) for c, r in self.cells.items())]:
             found.update({name.decode(): int(size) for name, size in (await redis.hgetall(key)).items()})
-        del found[TOTAL], found[COUNTED]
+        del found[TOTAL], found[COUNTED], found[ARCHIVED]
         return found.most_common(num)
 
 
 async def listed(objects: Objects, cell: Cell, tenant: str, known: Sequence[str]) -> Counter[str]:
     """The fields of `stored:<tenant>` as object storage says. `known`: jobs and runs of this cell that Redis has."""
-    found, folder = Counter[str](), f"records/{tenant}/{cell.base_model}/"
+    found, mine, folder = Counter[str](), {*known}, f"records/{tenant}/{cell.base_model}/"
     for path, num_bytes in (await objects.sizes(folder)).items():
-        found[records_of(path.removeprefix(folder).partition("/")[0])] += num_bytes
-    mine, folder = {*known, *(name.partition("/")[0] for name in found)}, f"adapters/{tenant}/"
+        job = path.removeprefix(folder).partition("/")[0]
+        found[ARCHIVED if any(part in path for part in ARCHIVE_FILES) else records_of(job)] += num_bytes
+        mine.add(job)
+    folder = f"adapters/{tenant}/"
     for path, num_bytes in (await objects.sizes(folder)).items():
         job = path.removeprefix(folder).partition("/")[0]
         if job in mine and not path.endswith(MANIFEST):

@@ -12,7 +12,6 @@ Its files:
     allocator.py       decides which job starts, which gets a group, and whose batch trains
     elastic.py         says how many rollout workers there should be, and which one may stop
     fairness.py        computes how much room there is, and the order of tenants
-    homes.py           names a worker that should have all turns of a job, where engines batch few adapters
     members.py         lists jobs and runs, with what decisions need of each, and estimates trajectories' lengths
     demand.py          sums up what all of them want, by difference, and says which job of a tenant is next
     policies.py        has a row of data for each scheduling policy: what it does differently

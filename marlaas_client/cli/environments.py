@@ -14,7 +14,7 @@ from marlaas_client.cli.samples import show
 from marlaas_client.cli.submit import File, json_object, parse_hyper, upload
 from marlaas_client.client import Client
 from marlaas_client.dataset import Columns
-from marlaas_client.errors import InvalidInput, JobFailed, Refused
+from marlaas_client.errors import JobFailed, Refused
 from marlaas_client.records import FINAL, Record
 from marlaas_client.submission import SHORT_GRADERS, grader_of, request_of
 
@@ -71,7 +71,7 @@ def check(
     file: File = None,
     args: Args = "{}",
     hyper: CheckHyper = None,
-    model: CheckModel = "tiny",
+    model: CheckModel = "",
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
@@ -91,33 +91,13 @@ def check(
         if training:
             undo.callback(_delete, client, f"/v1/files/{training}")
         start = client.model_of(model)
-        job = _create(
-            client,
-            request_of("reinforcement", how, model=start, training_file=training, suffix=_suffix(name), webhooks=False),
-            known,
-        )
+        chosen: Record = {"model": start, "training_file": training, "suffix": _suffix(name), "webhooks": False}
+        job = client.create(request_of("reinforcement", how, **chosen))["id"]
         undo.callback(_end, client, job)
         if not as_json:
             say(f"{job} plays {name}", err=True)
         _follow(client, job, name)
         _report(client, job, name, as_json=as_json)
-
-
-def _create(client: Client, request: Record, known: Record | None) -> str:
-    """The id of the job. `known`: the environment, if the service lists it. Raises InvalidInput if that needs a file of items."""
-    try:
-        return client.create(request)["id"]
-    except Refused as error:
-        if (
-            known is None
-            or known["makes_items"]
-            or known["error"]
-            or request.get("training_file")
-            or error.status != 400
-        ):
-            raise
-        name = known["id"]
-        raise InvalidInput(f"{name} makes no items: give a file of them, marlaas env check {name} FILE") from error
 
 
 def _follow(client: Client, job: str, name: str) -> None:

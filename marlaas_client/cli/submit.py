@@ -58,7 +58,7 @@ Log = Annotated[
 File = Annotated[Path | None, typer.Argument(help="JSONL, CSV or Parquet. Without it the environment makes items.")]
 Validation = Annotated[Path | None, typer.Option(help="Held-out items, in a file as the other.")]
 Grader = Annotated[
-    str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
+    str | None, typer.Option(help="JSON, @file.json, @file.py, or short: string_check:FIELD, math:FIELD (of the item).")
 ]
 Suffix = Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")]
@@ -80,7 +80,7 @@ def submit(
     grader: Grader = None,
     environment: Environment = None,
     hyper: Hyper = None,
-    model: Model = "tiny",
+    model: Model = "",
     adapter: Start = None,
     log: Log = None,
     suffix: Suffix = None,
@@ -158,12 +158,12 @@ def method_of(grader: str | None, environment: str | None, hyper: list[str], *, 
 
 
 def parse_grader(text: str) -> Record:
-    """JSON, `@file`, or `type:field`. Raises InvalidInput."""
-    if text.startswith("@"):
-        return json_object("--grader", _read(Path(text[1:])))
-    if text.lstrip().startswith("{"):
-        return json_object("--grader", text)
-    return grader_of(text)
+    """JSON, `@file.json`, `@file.py`, or `type:field`. Raises InvalidInput."""
+    file = Path(text[1:]) if text.startswith("@") else None
+    text = _read(file) if file else text
+    if file and file.suffix == ".py":
+        return {"type": "python", "name": file.stem, "source": text}
+    return json_object("--grader", text) if file or text.lstrip().startswith("{") else grader_of(text)
 
 
 def parse_environment(text: str) -> Record:
@@ -249,10 +249,6 @@ class SourceFiles(NamedTuple):
     adapter: Path | None
 
 
-CONVERTED = ".parquet"
-"""Files of this kind are always converted here; others if their columns are named."""
-
-
 def sources(
     file: Path | None, validation: Path | None, dataset: str | None, split: str, validation_split: str | None
 ) -> tuple[FileSource | None, FileSource | None]:
@@ -277,7 +273,7 @@ def upload(client: Client, source: FileSource, columns: Columns) -> str:
     if isinstance(source, DatasetSplit):
         name = re.sub(r"[^\w.-]+", "_", f"{Path(source.dataset).name}-{source.name}.jsonl")
         rows = rows_of_dataset(source.dataset, source.name)
-    elif source.suffix.lower() == CONVERTED or columns != Columns():
+    elif columns != Columns():
         name, rows = f"{source.stem}.jsonl", rows_of_file(source)
     else:
         return client.upload(*content_of(source))["id"]

@@ -425,6 +425,7 @@ class RunningRows:
 
     def _remove(self, row: TurnRow, *, clear: bool = False, in_pool: bool = True) -> None:
         if in_pool:
+            clear = clear or (row.adapter is not None and row.adapter.is_huge)
             self._pools.of(row).remove(row.slot, self._states.length, clear=clear)
         self._states.leave(row)
         self._pools.release(row)

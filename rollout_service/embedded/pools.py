@@ -1,8 +1,8 @@
 """Holds the keys and values of the rows under way: a pool for each length class, so that short rows do not pay for long ones.
 
 A pool has a tensor [rows, length, 2K, D] for each layer (K key heads, then K value heads). Rows stand without gaps: when one
-leaves, the last takes its place. What follows a row's own tokens is masked but must be finite, so a row with NaN is cleared
-when it leaves. How the memory is divided (`EngineLimits`):
+leaves, the last takes its place. What follows a row's own tokens is masked but must be finite, so a row with NaN, or of a
+huge adapter, is cleared when it leaves. How the memory is divided (`EngineLimits`):
 
     kv_bytes ─┬─ pools        rows under way, and one layer of a pool that is being resized
               ├─ prefixes     prompts that are kept for neighbours
@@ -123,7 +123,8 @@ class Pool:
     def remove(self, slot: int, lengths: np.ndarray, *, clear: bool = False) -> None:
         """Gives its place to the last row. `lengths`: rows' tokens, by slot; nothing behind them is copied."""
         # Rows stand without gaps, so that a forward reads each pool as one slice. What follows a row's tokens is masked by adding minus
-        # infinity to its scores: old numbers there are harmless, NaN is not (0 * NaN is NaN), so a row that may hold one is cleared.
+        # infinity to its scores: old numbers there are harmless, NaN is not (0 * NaN is NaN), nor are keys so large that a query makes
+        # infinity of them (less infinity it is NaN). So a row that may hold such is cleared.
         row, last = self.row(slot), len(self.slots) - 1
         num = lengths[self.slots[last]]
         for layer in self.layers:

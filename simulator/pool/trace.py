@@ -136,10 +136,10 @@ def write_trace(jobs: Iterable[TraceJob], path: Path) -> None:
 def read_trace(path: Path, *, seed: int, days: float) -> list[TraceJob]:
     """The jobs of a file's first days, in order of arrival. `seed`: of what a cluster's log lacks. Raises ValueError, naming the line, for
     what is neither a trace nor a known log, and OSError."""
-    text = path.read_text(encoding="utf-8-sig")
     try:
+        text = path.read_text(encoding="utf-8-sig")
         jobs = _own(text) if text.lstrip().startswith("{") else _of_log(text, seed)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
         raise ValueError(f"{path}: {error}") from error
     begin = min((job.at_s for job in jobs), default=0.0)
     found = (msgspec.structs.replace(job, at_s=job.at_s - begin) for job in jobs if job.at_s - begin < days * DAY_S)
@@ -180,7 +180,7 @@ def _rows(text: str) -> Iterator[tuple[str, int, float, float]]:
         user, gpus, at, seconds = (row[columns[what] or ""] for what in ALIASES)
         if gpus and at and seconds:  # a job that never ran has no duration
             try:
-                yield user, int(float(gpus)), _time(at), float(seconds)
+                yield user, int(_finite(gpus)), _time(at), _finite(seconds)
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
 
@@ -199,7 +199,14 @@ def _philly(text: str) -> Iterator[tuple[str, int, float, float]]:
 def _time(text: str) -> float:
     """Seconds since 1970 of a date or of a number. One without a zone counts as UTC's."""
     try:
-        return float(text)
+        return _finite(text)
     except ValueError:
         date = datetime.fromisoformat(text)
         return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+
+
+def _finite(text: str) -> float:
+    """Raises ValueError."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text!r} is no number")
+    return number

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -107,6 +108,19 @@ async def test_a_push_that_was_interrupted_goes_on_and_nobody_sees_half_of_it(st
     where, told = await pushed(store)
     before = [f"{name} is there" for name in sorted(content(TINY)) if name < WEIGHTS]
     assert told[: len(before) + 1] == [*before, f"{WEIGHTS}, 3,295,472 bytes, goes up"]
+    assert content(await fetch(store, tmp_path, where).run()) == content(TINY)
+
+
+async def test_what_a_killed_push_left_goes_with_the_next_one_and_what_another_writes_now_stays(tmp_path: Path) -> None:
+    store = Objects.open((tmp_path / "store").as_uri())
+    dead, live = (tmp_path / "store" / base_path(TINY_DIGEST, f"{WEIGHTS}#{number}") for number in (1, 2))
+    dead.parent.mkdir(parents=True)
+    dead.write_bytes(b"half")
+    os.utime(dead, (0, 0))
+    live.write_bytes(b"half")
+    os.utime(live, (2**32, 2**32))
+    where, _ = await pushed(store)
+    assert (dead.exists(), live.exists()) == (False, True)
     assert content(await fetch(store, tmp_path, where).run()) == content(TINY)
 
 

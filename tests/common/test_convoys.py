@@ -13,6 +13,7 @@ from common.bus.bus import Bus
 from common.cancellation import running
 from common.models.stages import divided
 from common.models.weight_files import StoredTensor, stored_tensors
+from common.peers import base_fetch
 from common.peers.base_fetch import BaseFetch
 from common.peers.chain import Relay
 from common.peers.convoys import READY, WHOLE, Convoy
@@ -96,3 +97,17 @@ async def test_loaders_begin_with_different_stages_and_the_store_is_read_once(tm
     assert SIZE <= sum(each.counters()["store_bytes"] for each in relays[:3]) < 1.2 * SIZE
     assert relays[3].counters()["store_bytes"] == 0
     assert await bus.client.keys(bus.cell.convoy("*")) == []
+
+
+@pytest.mark.asyncio
+async def test_layers_in_a_small_file_belong_to_stages_too(
+    tmp_path: Path, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_fetch, "PARTED_BYTES", SIZE)  # so that nothing of it comes in parts
+    store = Store()
+    where, _ = await pushed(store)
+    relay = Relay(store, NodeFolder(tmp_path / "files", 0), Holders(bus, "a", store_places=1))
+    relay.convoy = convoy = Convoy(bus, "a", "h:1", 2)
+    await BaseFetch(store, tmp_path, where, with_weights=True, relay=relay).run()
+    with (TINY / WEIGHTS).open("rb") as file:
+        assert convoy.stages == divided(stored_tensors(file), 2) and convoy.stages[1].layers

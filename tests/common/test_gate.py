@@ -11,7 +11,7 @@ import pytest
 
 from common.bus.bus import Bus
 from common.cancellation import cancel_all
-from common.pool.gate import Awake, Channel, Close, Closed, Expected, FromBase, Gate, Open, Pulse
+from common.pool.gate import Awake, Channel, Close, Closed, Expected, FromBase, Gate, NotTaken, Open, Pulse
 from tests.common.test_bus import start
 from tests.common.test_worker import CELL, Recorder, at_once, for_ever, length, until, working
 
@@ -44,6 +44,14 @@ async def sides() -> AsyncIterator[tuple[Gate, PoolSide]]:
     with ours, theirs:
         yield Gate(Channel(theirs), "rollout-0"), pool
         await cancel_all([following])
+
+
+async def test_a_long_reason_arrives_whole(sides: tuple[Gate, PoolSide]) -> None:
+    gate, pool = sides
+    told = NotTaken("there are: " + ", ".join(f"store:base-{number}@{'0a' * 32}" for number in range(100)))
+    await gate.tell(told)
+    await until(lambda: pool.heard)
+    assert pool.heard == [told]
 
 
 async def test_a_worker_reads_while_its_gate_is_open(bus: Bus, sides: tuple[Gate, PoolSide]) -> None:

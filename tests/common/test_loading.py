@@ -10,6 +10,7 @@ import pytest
 
 from common.bus.bus import Bus
 from common.children.processes import ChildProcess
+from common.errors import REFUSED
 from common.settings import TINY
 from common.store.bases import push_base
 from common.store.objects import Objects
@@ -22,7 +23,9 @@ NUM_BEATS = 3
 
 
 @asynccontextmanager
-async def slow_worker(service: str, tmp_path: Path, bus: Bus, redis_url: str) -> AsyncGenerator[ChildProcess]:
+async def slow_worker(
+    service: str, tmp_path: Path, bus: Bus, redis_url: str, **more: str
+) -> AsyncGenerator[ChildProcess]:
     where = await push_base(Objects.open((tmp_path / "store").as_uri()), "tiny", TINY, lambda _: None)
     own = {
         "MARLAAS_BASE_MODELS": f"{bus.cell.base_model}={where}",
@@ -33,7 +36,7 @@ async def slow_worker(service: str, tmp_path: Path, bus: Bus, redis_url: str) ->
         "MARLAAS_ROLLOUT_THREADS": "2",
         "MARLAAS_TEST_SERVICE": service,
         "MARLAAS_TEST_GO_ON": str(tmp_path / "go on"),
-    }
+    } | more
     worker = await begun("tests.support.slow_worker", tmp_path / "log", **own)
     try:
         async with asyncio.timeout(120):
@@ -87,3 +90,12 @@ async def test_a_worker_that_loads_ends_when_it_is_told_to(
         assert not (tmp_path / "go on").exists()
         helper = int((tmp_path / "helper").read_text())
         assert await gone([helper]), "what it had started to load with it"
+
+
+async def test_a_worker_that_ends_before_it_works_says_why(tmp_path: Path, bus: Bus, redis_url: str) -> None:
+    folder = tmp_path / "no folder"
+    folder.touch()
+    async with slow_worker("rollout", tmp_path, bus, redis_url, MARLAAS_CACHE_DIR=str(folder)) as worker:
+        assert await worker.wait() == REFUSED
+    report = await heard(bus, lambda report: report.reason.startswith("it has ended"))
+    assert report.state == "starting" and "cannot hold it" in report.reason and "MARLAAS_CACHE_DIR" in report.reason

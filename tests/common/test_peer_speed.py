@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,6 @@ from harness.proxy import Proxy
 from tests.common.test_peers import CELL, DATA, FILE, PATH, World, bytes_of, until_parts
 
 SLOW_BYTES_PER_S = 100_000
-
-
-@pytest.fixture
-async def world(redis_url: str, tmp_path: Path) -> AsyncGenerator[World]:
-    world = World(redis_url, tmp_path)
-    await world.objects.write(PATH, DATA)
-    async with world.stack, asyncio.timeout(60):
-        yield world
 
 
 # ---- the rule -------------------------------------------------------------------------------------------------------

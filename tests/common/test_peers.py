@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from io import BufferedRandom
 from pathlib import Path
@@ -85,14 +85,6 @@ class World:
 
     def cached(self, name: str, file: StoredFile = FILE) -> Path:
         return self.folder / name / "files" / file.sha256
-
-
-@pytest.fixture
-async def world(redis_url: str, tmp_path: Path) -> AsyncGenerator[World]:
-    world = World(redis_url, tmp_path)
-    await world.objects.write(PATH, DATA)
-    async with world.stack, asyncio.timeout(60):
-        yield world
 
 
 async def until_parts(path: Path, num_parts: int) -> None:

@@ -160,7 +160,9 @@ async def test_memory_for_no_row_ends_a_rollout_worker_as_a_wrong_setting_does(t
     assert (status, lines[-1].rpartition("; ")[2]) == (REFUSED, "raise MARLAAS_ROLLOUT_KV_BYTES")
 
 
-@pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", "a=", " , ", "a=store:q", "a=store:q@0a1b"])
+@pytest.mark.parametrize(
+    "wrong", ["small", "a b=x", "a{=x", "=x", "a=", " , ", "a=store:q", "a=store:q@0a1b", "a=x,a=y"]
+)
 def test_base_models_that_cannot_be_served_are_refused(wrong: str) -> None:
     with pytest.raises(ValueError):
         parse_base_models(wrong)

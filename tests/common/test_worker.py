@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from common.bus.bus import Bus, Delivery, Idle, Out, Progress
 from common.bus.streams import GROUP_ENV, Cell
+from common.cancellation import cancel_all
 from common.errors import StoreUnavailable, Unavailable
 from common.pool.gate import Gate
 from common.wire.codec import decode
@@ -483,6 +484,67 @@ async def test_a_suspect_waits_for_quiet_and_nothing_is_read_meanwhile(bus: Bus)
         go_on.set()
         await until(lambda: length(bus, CELL.rollout, 3))
     assert alone == [1]
+
+
+async def test_a_suspect_that_takes_long_keeps_others_waiting_for_a_while_only(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.takeover.MOST_ALONE_S", LEASE_S)
+    handler = Recorder(for_ever)
+    # Given a worker with work that does not end, and two suspects that do not end either
+    await left_behind(bus, 2, deliveries=2)
+    await bus.publish([(CELL.env, start(10))])
+    async with working(bus, handler, slots=3):
+        # Then one of them begins though it is not quiet, and what comes later beside it; the other waits, for another worker
+        await until(lambda: handler.seen == ["job/10", "job/0"])
+        await bus.publish([(CELL.env, start(11))])
+        await until(lambda: handler.seen == ["job/10", "job/0", "job/11"])
+        await asyncio.sleep(2 * LEASE_S)
+        other = Recorder(for_ever)
+        async with working(bus, other, name="other"):
+            await until(lambda: other.seen == ["job/1"])
+        assert len(handler.seen) == 3
+
+
+async def test_who_kills_its_workers_late_is_the_only_dead_letter(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.worker.takeover.MOST_ALONE_S", 0.1)
+    killed, most = asyncio.Event(), 6
+
+    async def act(message: Start, beat: Beat) -> None:
+        for _ in range(20):
+            beat()
+            await asyncio.sleep(0.02)
+        if message.id == "job/0":
+            killed.set()
+            await asyncio.sleep(3600)
+
+    handler = Recorder(act)
+    await bus.publish([(CELL.env, start(0))])
+    for life in range(1, most + 1):
+        # Given workers of which each dies with all that it has, and more to do for each
+        killed.clear()
+        before = asyncio.all_tasks()
+        worker = Worker(
+            bus,
+            handler,
+            [Inbox(CELL.env, GROUP_ENV)],
+            Reporter(f"w{life}", "env", "tiny", About(slots=4)),
+            lease_s=LEASE_S,
+            max_deliveries=most,
+        )
+        life_of = asyncio.create_task(worker.run(asyncio.Event()))
+        for part in range(4):
+            await bus.publish([(CELL.env, start(10 * life + part))])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(killed.wait(), 0.1)
+        await asyncio.wait_for(killed.wait(), 60)
+        life_of.cancel()
+        await cancel_all(asyncio.all_tasks() - before)
+    # When one lives, then it has a dead letter of the one that killed them, and does all the rest
+    async with working(bus, handler, most=most, name="last"):
+        await until(lambda: length(bus, CELL.env, 0))
+    assert handler.seen.count("job/0") == most
+    assert await bus.client.xlen(CELL.dead) == 1 and await bus.client.xlen(CELL.rollout) == 4 * most
 
 
 class HeldBack(Bus):

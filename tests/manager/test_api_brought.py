@@ -103,7 +103,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not offered"),
     ({"layers_to_transform": [0]}, r"layers_to_transform \[0\] is not offered"),
     ({"base_model_digest": 1}, "base_model_digest 1 is no digest"),
-    ({"use_what_comes_next": True}, "'use_what_comes_next' is not known here"),
+    ({"use_what_comes_next": True}, "use_what_comes_next True is not offered"),
     ({"weights": struct.pack("<Q", 2) + b"[]"}, "its header is none: TypeError it is no JSON object"),
     ({"peft_type": "IA3"}, "peft_type 'IA3' is not offered"),
     ({"config": "{"}, "adapter_config: not JSON"),

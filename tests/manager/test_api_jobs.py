@@ -7,18 +7,23 @@ import time
 import zipfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import openai
 import pytest
 
+from common.errors import InvalidInput
 from common.store.adapters import PEFT_FILES
 from common.wire.messages import EnvSpec, Failure
 from manager_service.http.openai.adapter_content import with_base
+from manager_service.http.openai.jobs.job_checks import find_start
+from manager_service.http.openai.jobs.submission import JobGiven
 from manager_service.records.job_records import Stop
 from manager_service.records.keys import GLOBAL
 from manager_service.records.sample_records import Kept, SampleRecord, Written
+from manager_service.records.tenants import TenantRecord
 from tests.support.api_server import (
     GRADER,
     ApiServer,
@@ -53,6 +58,19 @@ async def test_a_job_is_created_with_its_defaults_filled_in(server: ApiServer) -
     assert due.items() <= hyper.items()
     again = await server.openai.fine_tuning.jobs.retrieve(job.id)
     assert again.to_dict() == job.to_dict()
+
+
+async def start_of_any(*bases: str) -> str:
+    """The name of what a job starts from that names nothing, where these base models are served."""
+    models = SimpleNamespace(models=dict.fromkeys(bases, "/models/one"))
+    api: Any = SimpleNamespace(bases={name: SimpleNamespace(name=name) for name in bases}, settings=models)
+    return (await find_start(api, TenantRecord(id="acme", created_at=0), JobGiven())).name
+
+
+async def test_a_job_that_names_no_model_trains_tiny_or_the_only_base_model() -> None:
+    assert [await start_of_any("a", "tiny"), await start_of_any("a")] == ["tiny", "a"]
+    with pytest.raises(InvalidInput, match="name a base model as `model`; there are: a, b"):
+        await start_of_any("a", "b")
 
 
 async def test_training_ends_at_max_steps_or_epochs_whichever_is_first(server: ApiServer) -> None:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manager_service.launcher.commands.main import app
+from marlaas_client.client import JOBS, Client
 from marlaas_client.dataset import Columns, as_jsonl, rows_of_file
 from marlaas_client.errors import InvalidInput
 from tests.support.api_server import ApiServer
@@ -88,6 +89,35 @@ async def test_nothing_is_uploaded_of_a_table_with_a_fault(server: ApiServer, tm
     for words, complaint in refused:
         assert complaint in await submit(server, *words, "--grader", "string_check:answer"), words
     assert [file async for file in server.openai.files.list()] == []
+
+
+def test_a_tables_cells_are_texts_and_its_conversations_json(tmp_path: Path) -> None:
+    file = tmp_path / "talks.csv"
+    talk = json.dumps([{"role": "user", "content": "min 3,1"}])
+    quoted = talk.replace('"', '""')
+    file.write_bytes(b'\xef\xbb\xbfmessages,note\r\n"%s","a, ""b""\n"\r\n,3\r\n' % quoted.encode())
+    assert list(rows_of_file(file)) == [
+        {"messages": json.loads(talk), "note": 'a, "b"\n'},
+        {"messages": None, "note": "3"},
+    ]
+    for content, complaint in (
+        (b"prompt,prompt\na,b\n", "two columns have one name"),
+        (b"prompt,answer\n\xff,c\n", "invalid start byte"),
+        (b"messages,answer\n[,b\n", "row 1, column 'messages': not JSON"),
+        (b'prompt,answer\na,"b"c\n', "line 2: ',' expected after"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(InvalidInput, match=complaint):
+            list(rows_of_file(file))
+
+
+async def test_the_client_converts_a_table_too(server: ApiServer, tmp_path: Path) -> None:
+    file = tmp_path / "sums.csv"
+    file.write_text("prompt,answer\nadd 1+1,2\n")
+    with Client(server.url, server.key) as client:
+        job = await asyncio.to_thread(client.submit, file, grader="string_check:answer")
+        record = await asyncio.to_thread(client.get, f"{JOBS}/{job['id']}")
+    assert await items(server, record["training_file"]) == [{"prompt": "add 1+1", "answer": "2"}]
 
 
 def test_a_value_that_is_no_json_is_named_by_row_and_column() -> None:

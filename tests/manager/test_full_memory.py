@@ -23,9 +23,9 @@ from manager_service.http.errors import ApiError
 from manager_service.http.sampling.cell_share import CellShare
 from manager_service.http.sampling.inference import time_for_redis
 from manager_service.launcher.embedded_redis import find_server
-from manager_service.owner import owner, redis_memory
+from manager_service.owner import owner
 from manager_service.owner.leases import Leases
-from manager_service.owner.redis_memory import RedisMemory, bound
+from manager_service.owner.surroundings import bound
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, running_jobs, upload
 from tests.support.owning import LEASE_S, System, is_archived
@@ -62,7 +62,6 @@ async def test_a_full_redis_drains_through_its_owner(
     bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "STALL_S", 0.1)
-    monkeypatch.setattr(redis_memory, "MEASURE_EVERY_S", 0.1)
     system, cell = System(bus, objects), bus.cell
     system.env = env = GatedEnv(cell)
     env.may = asyncio.Event()
@@ -81,7 +80,7 @@ async def test_a_full_redis_drains_through_its_owner(
         # Then they are trained, and their results go
         await until(lambda: _has_version(bus, open_one.id, 1))
         # And the job says what it waits for
-        await until(lambda: _says(system, open_one.id, "nothing is issued; give it more memory (most of it: "))
+        await until(lambda: _says(system, open_one.id, "nothing is issued; give it more memory"))
         # And what has ended goes to the archive
         await until(lambda: is_archived(bus, ended.id))
         # And the next owner takes over and keeps its leases
@@ -117,7 +116,6 @@ async def test_what_keeps_a_cell_together_needs_no_memory(bus: Bus) -> None:
         lambda: bus.broadcast(cell.control, Cancel(id="c", tenant="acme", job="job", partition=0), keep_s=60),
         lambda: Leases(bus, "owner", 60).round({0: 1.0}),
         share.exchange,
-        lambda: RedisMemory(bus).look(measures=True),
         lambda: bound(bus, cell.dead, 100_000),
         lambda: Lease(bus.client, bus, 60)._round(),  # pyright: ignore[reportPrivateUsage]
     ]

@@ -14,10 +14,9 @@ from common.wire.messages import BASE, EMPTY_F32, AdapterRef, Sampling, Start, T
 from manager_service.http.sampling.choices import FIRST_TOKENS, Choice, InferenceRequest, LastWorkers, choices_of
 from manager_service.http.sampling.inference import Inference
 from manager_service.owner.jobs.changes import Changes
-from manager_service.owner.jobs.orders import give_homes
+from manager_service.owner.jobs.orders import give_homes, home_of
 from manager_service.records.cluster import BaseTurn
 from manager_service.records.tenants import TenantRecord
-from manager_service.scheduling.homes import home_of
 from tests.common.test_bus import start
 
 TENANT = TenantRecord(id="acme", created_at=0)

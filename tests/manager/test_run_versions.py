@@ -18,7 +18,7 @@ from manager_service.owner.jobs.changes import KEEP_RESULTS_S, Changes
 from manager_service.owner.runs import runs
 from manager_service.owner.runs.run_retention import RunRetention
 from manager_service.records.keys import JSON
-from manager_service.records.run_records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
+from manager_service.records.run_records import NAME_BYTES, UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
 from manager_service.records.tenants import TENANTS, TenantRecord
 from tests.common.test_worker import until
 from tests.support.run_world import SESSION, TENANT, WEIGHTS, World
@@ -64,6 +64,11 @@ async def until_stored(world: World, run: str, expected: dict[int, str]) -> None
     assert listed == {version: STORED[kind] for version, kind in expected.items()}
 
 
+async def names_counted(world: World, run: str) -> int:
+    """The names for which the run counts towards what its tenant stores; versions have a few bytes here."""
+    return int(await world.bus.client.hget(world.bus.cell.stored(TENANT), run) or 0) // NAME_BYTES
+
+
 async def test_only_the_newest_two_the_named_and_the_used_versions_stay(world: World) -> None:
     async with world.hashing_trainer():
         run = await world.create()
@@ -99,7 +104,7 @@ async def test_a_name_that_expires_keeps_its_version_no_longer_also_when_its_run
         await world.save(run, 1, SaveWeights("live", ttl_s=1), "save_weights")
         seq = await step(world, run, 2, num=3)
         await until_stored(world, run, {2: "whole", 3: "whole"})
-        assert not (await world.state(run)).checkpoints
+        assert not (await world.state(run)).checkpoints and not await names_counted(world, run)
         await world.save(run, seq, SaveWeights("ends", ttl_s=2), "save_weights")
         await step(world, run, seq + 1, num=2)
         await world.send(run, (seq + 3, "unload"))
@@ -129,8 +134,10 @@ async def test_a_version_goes_with_the_name_that_is_deleted_also_when_its_run_ha
         await step(world, run, 4, num=3)
         one, two = (await world.state(run)).checkpoints
         await until_stored(world, run, {0: "whole", 1: "bare", 3: "whole", 4: "whole"})
+        assert await names_counted(world, run) == 2
         await world.change_name(run, one, deletes=True)
         await until_stored(world, run, {1: "bare", 3: "whole", 4: "whole"})
+        assert await names_counted(world, run) == 1
         await world.send(run, (7, "unload"))
         await world.result(run, 7)
         await until(lambda: _nothing_to_retire(world))

@@ -11,17 +11,19 @@ from redis.exceptions import RedisError
 
 from common.bus.bus import Bus
 from common.bus.redis_connection import make_client
-from common.bus.streams import Cell
+from common.bus.streams import Cell, partition_of
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef
 from harness.redis_server import free_port
 from harness.standin import StandInTrainer, commit, create_job, state_of, until_status
 from manager_service.owner.archiver import Archiver
-from manager_service.records.archive import SampleFiles
+from manager_service.owner.jobs.changes import Changes, commands
+from manager_service.records.archive import Archive, SampleFiles
 from manager_service.records.job_records import DELETED
 from manager_service.records.keys import JSON
 from manager_service.records.stored import COUNTED, TOTAL, StoredBytes, file_sizes, records_of
 from manager_service.records.tenants import TENANTS, TenantRecord
+from manager_service.records.usage import ARCHIVED
 from tests.common.test_worker import until
 from tests.manager.test_supervised import supervised
 from tests.support.api_server import item, jsonl, method, running_api, upload
@@ -159,7 +161,8 @@ async def test_what_was_stored_before_it_was_counted_is_listed_once(bus: Bus, ob
     found: dict[Any, Any] = await bus.client.hgetall(key)
     assert {name.decode(): int(size) for name, size in found.items()} == {
         "job-old": 300,
-        records_of("job-old"): 100,
+        records_of("job-old"): 60,
+        ARCHIVED: 40,
         "job-new": 9,
         TOTAL: 409,
         COUNTED: 1,
@@ -168,7 +171,7 @@ async def test_what_was_stored_before_it_was_counted_is_listed_once(bus: Bus, ob
 
 
 async def test_a_job_that_is_archived_counts_what_the_store_has_of_it(bus: Bus, objects: Objects) -> None:
-    """And of a deleted one goes what a step under way has made since."""
+    """And of a deleted one goes what a step under way has made since: nothing stays of it but what all archived jobs count together."""
     system, key = System(bus, objects), bus.cell.stored(TENANT)
     await system.start()
     whole, deleted = (replace(supervised(num_steps=2), id=f"ftjob-{name}") for name in ("whole", "deleted"))
@@ -179,16 +182,25 @@ async def test_a_job_that_is_archived_counts_what_the_store_has_of_it(bus: Bus, 
     for job in (whole.id, deleted.id):  # samples that were never written, and versions that are counted as gone twice
         await bus.client.hset(key, mapping={job: -5, records_of(job): 10**9})
     await bus.client.hset(key, TOTAL, 2 * (10**9 - 5))
-    for _ in range(2):
-        await Archiver(bus, objects).copy([whole.id, deleted.id])
+    for files in (SampleFiles(objects, "tiny"), SampleFiles(objects, "tiny", "answers")):
+        await files.delete(TENANT, deleted.id)  # as the API does
+    moved = [await Archiver(bus, objects).copy([whole.id, deleted.id]) for _ in range(2)][-1]
+    await bus.pipelined(commands(Changes(moved=moved), bus.cell, partition_of(TENANT), [], 0.0))
     kept = {folder: sum((await objects.sizes(f"{folder}/{TENANT}")).values()) for folder in ("adapters", "records")}
     assert not await objects.paths(f"adapters/{TENANT}/{deleted.id}")
     fields: dict[Any, Any] = await bus.client.hgetall(key)
     found = {name.decode(): int(size) for name, size in fields.items()}
     manifests = [f"adapters/{TENANT}/{whole.id}/{version:08d}/manifest.json" for version in (0, 1, 2)]
     assert found[whole.id] == kept["adapters"] - sum([len(await objects.get(path)) for path in manifests]) > 0
-    assert found[records_of(whole.id)] + found[records_of(deleted.id)] == kept["records"]
-    assert deleted.id not in found and found[TOTAL] == found[whole.id] + kept["records"]
+    assert found[records_of(whole.id)] + found[ARCHIVED] == kept["records"] > found[ARCHIVED] > 0
+    assert found[TOTAL] == found[whole.id] + kept["records"]
+    assert not [name for name in found if name.startswith(deleted.id)]
+    # And to note the deletion of the other changes no count
+    archive = Archive(objects, "tiny")
+    archived = await archive.find(TENANT, whole.id)
+    assert archived is not None
+    await archive.mark_deleted(archived)
+    assert sum((await objects.sizes(f"records/{TENANT}")).values()) == kept["records"]
 
 
 async def test_a_cell_whose_redis_is_away_keeps_nobody_from_counting_in_others(bus: Bus) -> None:

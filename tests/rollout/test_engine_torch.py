@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from base_model.kernels import NotDeterministic
 from common.errors import InvalidInput
 from common.rng import uniform
-from rollout_service.embedded.backbone.fused import FusedDecoder
+from rollout_service.embedded.backbone.fused import FusedDecoder, packed_linear, torch_linear
 from rollout_service.embedded.backbone.layout import exact_rows, rounded_rows
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
@@ -49,6 +49,13 @@ async def test_tokens_and_log_probs_are_those_of_transformers_and_peft(tmp_path:
         assert np.abs(_log_probs(model, tokens, mine.tokens, 1.0) - mine.logprobs).max() < 1e-4
     for tokens, mine in zip(asked, sampled, strict=True):
         assert np.abs(_log_probs(model, tokens, mine.tokens, 0.7) - mine.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("num_rows", [1, 48, 300])
+def test_a_packed_product_is_torchs_except_for_rounding(num_rows: int) -> None:
+    weight, bias, x = torch.randn(96, 64), torch.randn(96), torch.randn(2 * num_rows, 64)[::2]
+    for own in (None, bias):
+        torch.testing.assert_close(packed_linear(weight, own)(x), torch_linear(weight, own)(x), atol=1e-4, rtol=1e-4)
 
 
 def _log_probs(model: Any, tokens: list[int], answer: list[int], temperature: float) -> np.ndarray:

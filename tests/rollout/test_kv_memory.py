@@ -137,3 +137,15 @@ def test_little_memory_changes_no_bit(min_rows: int) -> None:
     little, _ = sample_all(exact_limits(min_rows, kv_bytes=KV_BYTES), turns=1)
     much, wanted = sample_all(exact_limits(min_rows), turns=1)
     assert little == much and wanted > KV_BYTES
+
+
+def test_a_row_of_a_huge_adapter_leaves_no_numbers_on_which_a_neighbours_query_could_overflow() -> None:
+    batch = RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits(kv_bytes=KV_BYTES))
+    huge = fused_of(adapter_of(1, size=1e9))
+    with torch.inference_mode():
+        batch.add(TurnRow(request(ref("huge"), tokens=[97, 98], max_tokens=2), huge, handle="huge"))
+        batch.add(TurnRow(request(ref("beside"), tokens=[97, 98], max_tokens=4), None, handle="beside"))
+        ends = [end for _ in range(4) for end in batch.advance()]
+    assert [(end.row.handle, end.stop_reason) for end in ends] == [("huge", "length"), ("beside", "length")]
+    left = [float(layer.abs().max()) for pool in batch._pools for layer in pool.layers]  # pyright: ignore[reportPrivateUsage]
+    assert 0 < max(left) < 1e3

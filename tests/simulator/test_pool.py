@@ -219,6 +219,8 @@ def test_public_logs_give_arrivals_users_gpus_and_durations(
         ("user,gpu_num\n", "no CSV with the column submit_time or submitted_time; it has user, gpu_num"),
         ("", "no JSON lines, and no CSV"),
         (PHILLY_CSV.replace("1000", "soon"), "line 2: Invalid isoformat string: 'soon'"),
+        (PHILLY_CSV.replace("3600", "inf"), "line 2: 'inf' is no number"),
+        ('[{"attempts": "x"}]', "log: 'str' object has no attribute"),
         (philly(end=None), "has no job of 2 GPUs or more"),
         ('{"at_s": 0}\n', "line 1: Object missing required field"),
         ('{"at_s": -1, "tenant": "t", "base": "b", "shape": {"rollout": 1, "train": 1}, "steps": 1, "rollout_s": 1, "train_s": 1}',

@@ -21,9 +21,12 @@ import os
 import time
 from typing import IO, Any
 
+import structlog
+
 from common.bus.bus import Out
 from common.bus.streams import GROUP_ROLLOUT, Cell
 from common.errors import InvalidInput, Unavailable
+from common.peers.convoys import Convoy
 from common.pool import base_workers, pool_worker
 from common.pool.gate import stay_awake
 from common.pool.pool_worker import PooledService
@@ -68,6 +71,10 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     return BuiltService(Echoes(parts.cell), [inbox], About(slots=4), Habits(), wake=wake)
 
 
+async def early(settings: RolloutSettings, parts: Parts, convoy: Convoy, stop: asyncio.Event) -> None:
+    structlog.get_logger().info("serves_early", base_model=settings.base_model)
+
+
 async def fail() -> None:
     raise Unavailable("no memory")
 
@@ -98,4 +105,4 @@ if __name__ == "__main__":
         pool_worker.PATIENCE = 0
         pool_worker.PATIENCE_S = base_workers.LOADING_S = float(os.environ[PATIENCE_S])
         base_workers.SLOW_BYTES_A_SECOND = math.inf
-    run("rollout", RolloutSettings, build, pooled)
+    run("rollout", RolloutSettings, build, pooled, early)

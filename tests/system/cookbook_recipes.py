@@ -8,6 +8,7 @@ import shutil
 import sys
 import tarfile
 from collections.abc import AsyncGenerator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ PUBLIC = "Qwen/Qwen3-8B-Base"
 CONVERSATIONS = "tinker_cookbook/example_data/conversations.jsonl"
 STEPS = 20
 TESTED, ANSWERER = "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B"
-"""The models of the cookbook's own tests. Here they are `tiny`, two of whose tokens have names of Qwen's, for which the renderer looks."""
+"""The models of the cookbook's own tests. Here they are `tiny`, two of whose tokens have names of Qwen's, for which the renderer looks,
+with twice its context: in bytes a game of `guess_number` has up to 3,700 tokens."""
 SOURCES = PYTHON.absolute().parents[1] / "tinker_cookbook-0.6.1.tar.gz"
 
 
@@ -35,8 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / PUBLIC).parent.mkdir()
     (made / PUBLIC).symlink_to(MODEL)
     shutil.copytree(MODEL, made / TESTED)
-    for file in (made / TESTED / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
-        file.write_text(file.read_text().replace("<|end|>", "<|im_end|>").replace("<|tools|>", "</think>"))
+    changed = {"<|end|>": "<|im_end|>", "<|tools|>": "</think>", "2048": "4096"}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
+        file = made / TESTED / name
+        file.write_text(reduce(lambda text, pair: text.replace(*pair), changed.items(), file.read_text()))
     (made / ANSWERER).symlink_to(made / TESTED)
     return made
 

@@ -21,6 +21,8 @@ from common.pool.base_states import BaseState
 from common.pool.base_workers import BaseWorker, BaseWorkers
 from common.pool.gate import Pulse
 from common.settings import TINY
+from common.store.bases import push_base
+from common.store.objects import Objects
 from common.wire.messages import WorkerReport
 from common.worker.membership import Membership
 from tests.common.test_bus import start
@@ -206,6 +208,19 @@ async def test_a_base_model_whose_folder_is_gone_is_refused_with_its_place_and_o
         await running.answered("echoes", 1)
         report = await running.reported("gone", "refused")
         assert str(folder) in report.reason and report.pool and report.pool.tier == "away"
+
+
+async def test_a_base_model_comes_from_the_store_and_serves_only_once_it_is_open(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    where = await push_base(Objects.open((tmp_path / "store").as_uri()), "t", TINY, lambda _: None)
+    served: dict[str, Any] = {"MARLAAS_BASE_MODELS": f"echoes={where},other={TINY}", "MARLAAS_CONVOYS": "1"}
+    async with pool(bus, tmp_path, redis_url, "echoes other", **served) as running:
+        report = await running.reported("echoes", "closed")
+        assert report.pool and report.pool.tier == "away"
+        await running.ask("echoes")
+        await running.answered("echoes", 1)
+        assert '"serves_early"' not in running.log, "no convoy asks who may read"
 
 
 async def test_a_base_model_that_cannot_wake_is_refused_and_others_are_served(

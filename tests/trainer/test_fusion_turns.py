@@ -121,6 +121,42 @@ async def test_tenants_of_like_steps_are_served_in_turn(fusion: Fusion) -> None:
     assert max(leads) <= 2, leads
 
 
+async def test_a_step_that_must_be_alone_shares_no_micro_batch_and_has_its_turns_like_others(
+    fusion: Fusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a large step that has failed together with another
+    tenants, trainer, together = Tenants(fusion), fusion.trainer, list[int]()
+
+    def failing(own: Trainer, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
+        together.append(len(opened))
+        if len(together) == 1:
+            raise RuntimeError("a fault of ours")
+        Trainer.micro_batch(own, opened, budget)
+
+    monkeypatch.setattr(type(trainer), "micro_batch", failing)
+    large, other = (asyncio.create_task(tenants.step(*step)) for step in (("a", "large", 20), ("b", "other", 3)))
+    await asyncio.sleep(0)
+    while len(together) < 3:
+        await asyncio.sleep(0.001)
+    # When small ones come, then none waits for its end, and none is computed with it
+    await tenants.step("c", "small", 1)
+    await other
+    assert not large.done() and together[0] == 2 and set(together[1:]) == {1}
+    await large
+
+
+async def test_a_step_that_comes_again_makes_its_own_micro_batches_smaller_only(fusion: Fusion) -> None:
+    tenants, trainer = Tenants(fusion), fusion.trainer
+    assert isinstance(trainer, Noting)
+    fusion.again["large/1"] = 3  # halvings
+    large, other = (asyncio.create_task(tenants.step(*step)) for step in (("a", "large", 20), ("b", "other", 6)))
+    await other
+    assert not large.done() and max(trainer.budgets) >= BUDGET // 2
+    num_before = len(trainer.budgets)
+    await large
+    assert set(trainer.budgets[num_before:]) == {BUDGET >> 3}
+
+
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 async def test_a_flood_of_small_steps_does_not_starve_a_large_one(fusion: Fusion, weight: float) -> None:
     """The flood's tenant has this weight, and so many times as much while both are there."""

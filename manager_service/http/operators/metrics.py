@@ -31,10 +31,10 @@ READ_AHEAD = 500
     responses={200: {"content": {"text/plain": {}}, "description": "Prometheus' text format"}},
 )
 async def metrics(api: Parts, admin: Admin) -> Response:
-    """Open work and its age, dead letters, what fills Redis, workers, jobs."""
+    """Open work and its age, dead letters, workers, jobs."""
     families: list[Metric] = []
     for base in api.bases.values():
-        families += [*await _streams(base), *await _memory(base), *_workers(base), await _jobs(base)]
+        families += [*await _streams(base), *await _counted(base), *_workers(base), await _jobs(base)]
     registry = CollectorRegistry()
     registry.register(_Collected(_joined(families)))
     return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -107,7 +107,7 @@ async def _stream(base: Base, stream: str, group: str, now_s: float) -> tuple[fl
     return length, pending, max(0, length - pending), max(0.0, age_s)
 
 
-async def _memory(base: Base) -> list[Metric]:
+async def _counted(base: Base) -> list[Metric]:
     labels = ["base_model", "kind"]
     dropped = CounterMetricFamily("marlaas_dropped", "Entries dropped because there were too many bytes", labels=labels)
     for kind, num in (await base.redis.hgetall(base.cell.dropped)).items():
@@ -117,9 +117,7 @@ async def _memory(base: Base) -> list[Metric]:
         text = "Rollout workers: those that retired, and seconds for which some were held"
         families.append(total := CounterMetricFamily(f"marlaas_{name.decode()}", text, labels=labels[:1]))
         total.add_metric([base.name], float(num))
-    found = await base.redis.hgetall(base.cell.memory)
-    samples = (([base.name, kind.decode()], float(num)) for kind, num in found.items())
-    return [_gauge("redis_bytes", "Redis' memory by kind of key, estimated", labels, samples), *families]
+    return families
 
 
 # ---- workers and jobs -----------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ function inWords({num_steps, num_trajectories, tokens, max_tokens, seconds, step
 /** A choice of the tenant's files, or a new one; `id` uploads it once. */
 function filePicker(title, files) {
   const known = select([["", "none"], ...files.map((file) => [file.id, `${file.filename} · ${file.num_items} items`])], "");
-  const fresh = h("input", {type: "file", accept: ".jsonl,.json,.txt,.csv", "aria-label": `New ${title.toLowerCase()}`});
+  const fresh = h("input", {type: "file", accept: ".jsonl,.json,.txt", "aria-label": `New ${title.toLowerCase()}`});
   const note = h("small");
   const done = new Map();
   fresh.addEventListener("change", () => say(note, fresh.files[0] ? `is uploaded with the job, ${bytes(fresh.files[0].size)}` : ""));
@@ -89,10 +89,9 @@ function filePicker(title, files) {
       if (!done.has(file)) done.set(file, (await upload(file)).id);
       return done.get(file);
     },
-    /** Its first item, if it is at hand. A table is uploaded first: the service makes items of it. */
+    /** Its first item, if it is at hand. */
     async first() {
-      const isTable = fresh.files[0]?.name.toLowerCase().endsWith(".csv");
-      const text = isTable ? await firstPart(await this.id()) : fresh.files[0] ? await fresh.files[0].slice(0, FIRST_BYTES).text() : known.value ? await firstPart(known.value) : "";
+      const text = fresh.files[0] ? await fresh.files[0].slice(0, FIRST_BYTES).text() : known.value ? await firstPart(known.value) : "";
       return text.split("\n").find((line) => line.trim()) ?? "";
     },
   };

@@ -9,7 +9,6 @@ Its files:
     process.py          the loop of a helper process
     tasks.py            the tasks, and what each does
     adapter_uploads.py  checks adapters that tenants upload
-    csv_tables.py       makes items of CSV
     item_lines.py       checks lines of items
     json_values.py      parses JSON strictly
     reading_helpers.py  does small tasks here, and large ones in helper processes

@@ -13,7 +13,7 @@ import numpy as np
 from common.errors import InvalidInput
 from common.models.base_digest import DIGEST_FIELD
 from common.models.weight_files import StoredTensor, parse_header
-from common.suggestions import quoted
+from common.suggestions import cut, quoted
 from common.wire.messages import LoraSpec
 from manager_service.http.openai.jobs.hyperparameters import Hyperparameters
 from manager_service.http.reading.json_values import parse_json
@@ -30,20 +30,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     # others change the base's weights
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
-    **dict.fromkeys(("modules_to_save", "target_parameters", "layer_replication", "layers_to_transform"), (None, [])),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern", "megatron_config", "loftq_config"), (None, {})),
-    **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out"), (None, False)),
-    **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices", "use_bdlora"), (None,)),
-    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)),
 }
-"""Fields of the configuration that must say nothing else, as PEFT 0.21 has them."""
+"""Values that change nothing, of fields that have some besides none."""
 HARMLESS = {
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern"),
     *("ensure_weight_tying", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "runtime_config", "megatron_core", "eva_config", "corda_config", "lora_ga_config"),
     *("qalora_group_size", DIGEST_FIELD),
 }
-"""Fields of which the adapter's numbers do not depend, once they are there. Of any other it is not known."""
+"""Fields of which the adapter's numbers do not depend, once they are there. Any other must say nothing."""
 
 _FACTOR = re.compile(
     r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,3})\.((?:\w{1,64}\.){0,8}\w{1,64})\.lora_([AB])\.weight",
@@ -110,14 +105,13 @@ def _config(text: str) -> tuple[int, float, str]:
             raise ValueError("must be a JSON object")
     except (ValueError, RecursionError) as error:
         raise _wrong(f"adapter_config: {error}", "adapter_config") from error
-    for name, allowed in NEUTRAL.items():
-        if config.get(name) not in allowed:
-            raise _wrong(f"adapter_config: {name} {quoted(config.get(name))} is not offered", "adapter_config")
-    if unknown := [name for name, value in config.items() if value and name not in NEUTRAL and name not in HARMLESS]:
-        raise _wrong(
-            f"adapter_config: {quoted(unknown[0])} is not known here: it may change what the adapter computes",
-            "adapter_config",
-        )
+    says = {name: config.get(name) for name in (*NEUTRAL, *config) if name not in HARMLESS}
+    for name, value in says.items():
+        if value not in NEUTRAL[name] if name in NEUTRAL else value:
+            told = (
+                f"adapter_config: {cut(name)} {quoted(value)} is not offered: it may change what the adapter computes"
+            )
+            raise _wrong(told, "adapter_config")
     rank, alpha, digest = config.get("r"), config.get("lora_alpha"), config.get(DIGEST_FIELD) or ""
     if not isinstance(digest, str) or len(digest) > MAX_DIGEST:
         raise _wrong(f"adapter_config: {DIGEST_FIELD} {quoted(digest)} is no digest: leave it out", "adapter_config")

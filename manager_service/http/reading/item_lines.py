@@ -66,20 +66,20 @@ class LongPrompts(msgspec.Struct, frozen=True):
 
 
 def check_lines(
-    lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer], named: str = "line"
+    lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
 ) -> FoundItems:
-    """`before`: the number of lines above these; `named`: what errors call one."""
+    """`before`: the number of lines above these."""
     found, number = FoundItems.none(tokenizers), before
     for number, line in _numbered(lines, before):
         if not line.strip():
             continue
         try:
             if len(line) > max_line_bytes:
-                raise ValueError(f"{len(line)} bytes; a {named} has at most {max_line_bytes}")
+                raise ValueError(f"{len(line)} bytes; a line has at most {max_line_bytes}")
             item = parse_json(line)
             check_item(item)
         except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"{named} {number}: {error}", param="file", code="invalid_file") from error
+            raise InvalidInput(f"line {number}: {error}", param="file", code="invalid_file") from error
         lengths = _lengths(item, {base: tokenizers[base] for base in found.longest})
         found += FoundItems(0, 1, lengths, int(is_example(item)), lengths, int(is_text(item)), frozenset(item))
     fields = found.fields and frozenset(sorted(name for name in found.fields if len(name) <= MAX_FIELDS)[:MAX_FIELDS])

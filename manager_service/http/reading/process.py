@@ -29,10 +29,9 @@ def main(bases: Mapping[str, tuple[str, int]], *, imports: bool = False) -> None
     os.nice(NICENESS)
     tokenizers = {name: ChatTokenizer.load(folder, context) for name, (folder, context) in bases.items()}
     decoder = msgspec.msgpack.Decoder(Task)
-    limited = sys.platform == "linux" and not imports
     serve(
         lambda task: do(decoder.decode(task), tokenizers),
-        memory_bytes=address_space() + ROOM_BYTES if limited else None,
+        memory_bytes=None if imports else address_space() + ROOM_BYTES,
         processor_s=0.0 if imports else TASK_S,
     )
 

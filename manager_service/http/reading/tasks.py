@@ -14,7 +14,6 @@ from common.text.tokens import ChatTokenizer
 from common.text.tool_calls import OPEN
 from common.wire.messages import EnvSpec
 from manager_service.http.reading.adapter_uploads import read_adapter
-from manager_service.http.reading.csv_tables import convert_csv
 from manager_service.http.reading.item_lines import LongPrompts, check_items, check_lines
 from manager_service.http.reading.json_values import parse_json
 from manager_service.http.tinker.wire.learning import read_pass
@@ -72,17 +71,6 @@ class CheckLines(msgspec.Struct, tag=True, frozen=True):
 
     lines: bytes
     before: int  # number of lines above these
-    max_line_bytes: int
-    named: str = "line"  # what errors call one
-
-
-class ConvertCsv(msgspec.Struct, tag=True, frozen=True):
-    """Gives Converted, of a part of a CSV file."""
-
-    part: bytes
-    columns: list[str]  # empty for the first part
-    before: int  # number of rows above these
-    is_last: bool
     max_line_bytes: int
 
 
@@ -147,7 +135,6 @@ Task = (
     | Spell
     | Decode
     | CheckLines
-    | ConvertCsv
     | ReadAdapter
     | CheckItems
     | CheckGrader
@@ -173,11 +160,8 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case Decode():
             return [tokenizers[task.base].decode(ids, skip_special=False) for ids in task.pieces]
         case CheckLines():
-            limit, named = task.max_line_bytes, task.named
-            return check_lines(task.lines, before=task.before, max_line_bytes=limit, tokenizers=tokenizers, named=named)
-        case ConvertCsv():
-            limit, names = task.max_line_bytes, task.columns
-            return convert_csv(task.part, columns=names, before=task.before, is_last=task.is_last, max_line_bytes=limit)
+            limit = task.max_line_bytes
+            return check_lines(task.lines, before=task.before, max_line_bytes=limit, tokenizers=tokenizers)
         case ReadAdapter():
             return read_adapter(task.header, task.size, task.config)
         case CheckItems():

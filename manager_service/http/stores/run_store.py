@@ -125,11 +125,12 @@ class RunStore:
                 return found
         return None
 
-    async def newest_first(self, tenant: str, *, limit: int, offset: int) -> tuple[list[tuple[RunRow, RunState]], int]:
-        """A tenant's runs with their states, and how many it has in all."""
+    async def newest_first(
+        self, tenant: str, *, limit: int, offset: int
+    ) -> tuple[AsyncIterator[list[tuple[RunRow, RunState]]], int]:
+        """A tenant's runs with their states, some at a time, and how many it has in all."""
         rows = await self._newest_first(tenant)
-        pages = self._pages(tenant, rows[offset : offset + limit])
-        return [row async for page in pages for row in page], len(rows)
+        return self._pages(tenant, rows[offset : offset + limit]), len(rows)
 
     async def pages(
         self, tenant: str, sessions: Collection[str] | None = None
@@ -146,7 +147,7 @@ class RunStore:
     ) -> AsyncIterator[list[tuple[RunRow, RunState]]]:
         for start in range(0, len(chosen), PAGE):
             async with self._api.reads.of(tenant):
-                page = await self._with_states(chosen[start : start + PAGE])
+                page = await self._with_states(tenant, chosen[start : start + PAGE])
             yield page
 
     async def _newest_first(self, tenant: str) -> list[tuple[str, Base]]:
@@ -157,8 +158,8 @@ class RunStore:
         rows.sort(key=lambda row: row[:2], reverse=True)
         return [(run, base) for _, run, base in rows]
 
-    async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[RunRow, RunState]]:
-        """One round trip for each base model."""
+    async def _with_states(self, tenant: str, chosen: Sequence[tuple[str, Base]]) -> list[tuple[RunRow, RunState]]:
+        """One round trip for each base model. Each state is decoded in a round of its own: it may have a thousand checkpoints."""
         found: dict[str, tuple[RunRow, RunState]] = {}
         for base in self._api.bases.values():
             runs = [run for run, of in chosen if of is base]
@@ -167,6 +168,7 @@ class RunStore:
                 pipe.hmget(base.cell.run(run), "spec", "state")
             for run, (spec, state) in zip(runs, await pipe.execute(), strict=True):
                 if spec is not None and state is not None:
+                    await self._api.rounds.next(tenant)
                     row = RunRow(base, msgspec.json.decode(spec, type=RunSpec))
                     found[run] = (row, msgspec.json.decode(state, type=RunState))
         return [found[run] for run, _ in chosen if run in found]

@@ -54,10 +54,9 @@ def find_base(api: Api, name: str, *, param: str = "base_model") -> Base:
     """The same. Raises InvalidInput, with the nearest name."""
     if found := base_named(api, name):
         return found
-    near, known = did_you_mean(name.rpartition("/")[2], api.bases), ", ".join(api.bases)
-    raise InvalidInput(
-        f"unknown base model {quoted(name)}{near}; there are: {known}", param=param, code="model_not_found"
-    )
+    unknown = f"unknown base model {quoted(name)}{did_you_mean(name.rpartition('/')[2], api.bases)}"
+    told = f"{unknown if name else f'name a base model as `{param}`'}; there are: {', '.join(api.bases)}"
+    raise InvalidInput(told, param=param, code="model_not_found")
 
 
 def tokenizer_id(api: Api, base: Base) -> str:

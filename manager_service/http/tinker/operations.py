@@ -4,7 +4,7 @@ A request that cannot be read is refused with 400. One that makes no sense is a 
 the run's numbers, for which all behind it would wait.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -45,7 +45,7 @@ ADAM = {
 @router.post("/forward_backward")
 @router.post("/forward")
 async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
-    """A pass over data; older clients ask `forward` for one without a gradient, in JSON: it fails in its turn."""
+    """A pass over data. Clients older than 0.24 send JSON, which is refused; those of one without a gradient, to `forward`."""
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
     task = ReadPass(body, request.headers.get("content-type", ""), encoding, MAX_PASS_BYTES)
     num_bytes = MAX_PASS_BYTES if encoding else len(body)
@@ -102,7 +102,7 @@ def _optim_fault(body: StepBody) -> str:
     for name, value in (body.adam_params or {}).items():
         if name not in ADAM:
             return f"adam_params has no {name!r}{did_you_mean(name, ADAM)}"
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             return f"adam_params: {name} must be a number"
         if (value < 0 and name != "grad_clip_norm") or (name.startswith("beta") and value >= 1):
             return f"adam_params: {name} cannot be {value:g}"

@@ -5,7 +5,7 @@ W + scale * B A, in float32, one file in memory at once. The new weights have th
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from common.errors import InvalidInput
 from common.models.base_digest import DIGEST_FIELD, BaseIdentity, base_digest
-from common.models.weight_files import StoredTensor, stored_tensors
 from common.peers.base_fetch import folder_of
 from common.settings import TEXT_FILES, Settings
 from common.store.adapters import PEFT_FILES
@@ -25,10 +24,8 @@ from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import print_json, say
 
 WEIGHTS, CONFIG = PEFT_FILES
-INDEX = "model.safetensors.index.json"
 COPIED = (*TEXT_FILES, "*.model")
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-DTYPES = ("F32", "BF16", "F16")
 
 
 def pull(
@@ -85,35 +82,30 @@ def base_of(config: Mapping[str, Any], given: str | None, settings: Settings) ->
 
 
 def merge(adapter: Path, base: Path, to: Path) -> list[str]:
-    """Writes the merged model into a new folder; returns the names of its files.
-
-    Raises InvalidInput, before it writes anything if the adapter does not fit the base.
-    """
+    """Writes the merged model into a new folder; returns the names of its files. Raises InvalidInput, also if the adapter does not fit
+    the base: then nothing is left of the folder."""
     config, factors = read_adapter(adapter)
     theirs = BaseIdentity(digest=str(config.get(DIGEST_FIELD) or ""))
     BaseIdentity(str(base), base_digest(base)).check("the adapter", theirs)
-    shards = _weight_files(base)
-    places = check_fit(factors, config["target_modules"], [each for file in shards for each in _tensors(file)], base)
+    shards = sorted(base.glob("model*.safetensors"))
+    if not shards:
+        raise InvalidInput(f"{base} has no model.safetensors: a base model's weights are needed as safetensors")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InvalidInput(f"--merged {to}: there is something already; name a new folder")
+    layers, texts = set[str](), [file for pattern in COPIED for file in base.glob(pattern) if file.is_file()]
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, to, ignore_errors=True)
         try:
-            written = _write(base, shards, {name: factors[layer] for name, layer in places.items()}, to)
+            to.mkdir(parents=True, exist_ok=True)
+            for file in texts:
+                shutil.copyfile(file, to / file.name)
+            for file in shards:
+                layers |= _write_shard(file, factors, config["target_modules"], to / file.name)
         except (OSError, SafetensorError) as error:  # safetensors' own, where the disk is full
             raise InvalidInput(f"--merged {to}: {error}") from error
+        if odd := sorted(layers ^ factors.keys()):
+            raise _misfit(f"{odd[0]} is in only one of them")
         undo.pop_all()
-    return written
-
-
-def _write(base: Path, shards: Sequence[Path], changed: Mapping[str, Factors], to: Path) -> list[str]:
-    """Writes all files; returns their names."""
-    to.mkdir(parents=True, exist_ok=True)
-    texts = [file for pattern in COPIED for file in sorted(base.glob(pattern)) if file.is_file()]
-    for file in texts:
-        shutil.copyfile(file, to / file.name)
-    for file in shards:
-        _write_shard(file, changed, to / file.name)
     return sorted(file.name for file in [*texts, *shards])
 
 
@@ -133,69 +125,33 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
         raise InvalidInput(f"this is no adapter in PEFT's form: {type(error).__name__} {error}") from error
 
 
-def _weight_files(base: Path) -> list[Path]:
-    index = base / INDEX
-    if index.is_file():
-        return [base / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if found := sorted(base.glob("model*.safetensors")):
-        return found
-    raise InvalidInput(f"{base} has no model.safetensors: a base model's weights are needed as safetensors")
+def _misfit(reason: str) -> InvalidInput:
+    return InvalidInput(f"the adapter does not fit the base model: {reason}; is it of another base? Say --base")
 
 
-def _tensors(file: Path) -> list[StoredTensor]:
-    try:
-        with file.open("rb") as handle:
-            return stored_tensors(handle)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{file}: {error}") from error
-
-
-def check_fit(
-    factors: Mapping[str, Factors], targets: Sequence[str], tensors: Sequence[StoredTensor], base: Path
-) -> dict[str, str]:
-    """The base's tensors that change -> the layer whose factors change them. Raises InvalidInput, naming the layer."""
-    there, places = {tensor.name: tensor for tensor in tensors}, dict[str, str]()
-    for layer, (a, b, _) in factors.items():
-        tensor = there.get(f"{layer}.weight")
-        if tensor is None:
-            raise _misfit(base, f"there is no {layer}")
-        if tensor.shape != [b.shape[0], a.shape[1]] or a.shape[0] != b.shape[1]:
-            raise _misfit(
-                base, f"{layer} has the shape {tensor.shape}, and the factors make {[b.shape[0], a.shape[1]]}"
-            )
-        if tensor.dtype not in DTYPES:
-            raise InvalidInput(
-                f"{base}: {layer} has the dtype {tensor.dtype}; one of {', '.join(DTYPES)} can be merged"
-            )
-        places[tensor.name] = layer
-    for name in there:
-        leaf = name.removesuffix(".weight").rpartition(".")[2]
-        if name.startswith("model.layers.") and leaf in targets and name.endswith(".weight") and name not in places:
-            raise _misfit(base, f"the adapter has no factors for {name.removesuffix('.weight')}")
-    return places
-
-
-def _misfit(base: Path, reason: str) -> InvalidInput:
-    return InvalidInput(
-        f"the adapter does not fit the base model in {base}: {reason}; is it of another base? Say --base"
-    )
-
-
-def _write_shard(file: Path, changed: Mapping[str, Factors], to: Path) -> None:
-    """Copies a file of weights, and changes some on the way."""
+def _write_shard(file: Path, factors: Mapping[str, Factors], targets: Collection[str], to: Path) -> set[str]:
+    """Copies a file of weights, and changes some on the way. Returns its layers of the adapter's kinds."""
     from safetensors.torch import save_file
 
     with safe_open(file, "pt") as shard:
         metadata = shard.metadata()
         weights = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118  it is no mapping
-    for name in weights.keys() & changed.keys():
-        weights[name] = _merge(name, weights[name], changed[name])
+    found = {name.removesuffix(".weight") for name in weights if name.startswith("model.layers.")}
+    layers = {layer for layer in found if layer.rpartition(".")[2] in targets}
+    for layer in layers & factors.keys():
+        weights[f"{layer}.weight"] = _merge(layer, weights[f"{layer}.weight"], factors[layer])
     save_file(weights, to, metadata=metadata)
+    return layers
 
 
-def _merge(name: str, weights: Any, factors: Factors) -> Any:
-    """W + scale * B A. Raises InvalidInput if that is more than the dtype holds."""
-    merged = (weights.float() + factors.scale * (factors.b.float() @ factors.a.float())).to(weights.dtype)
+def _merge(layer: str, weights: Any, factors: Factors) -> Any:
+    """W + scale * B A. Raises InvalidInput for weights that these factors do not fit, and if that is more than the dtype holds."""
+    more = factors.scale * (factors.b.float() @ factors.a.float())
+    if weights.shape != more.shape or weights.dtype.itemsize < 2:
+        raise _misfit(
+            f"{layer} is {list(weights.shape)} of {weights.dtype}, and the factors make {list(more.shape)} of floats"
+        )
+    merged = (weights.float() + more).to(weights.dtype)
     if not merged.isfinite().all():
-        raise InvalidInput(f"{name}: the merged weights are no finite numbers of dtype {weights.dtype}")
+        raise InvalidInput(f"{layer}: the merged weights are no finite numbers of dtype {weights.dtype}")
     return merged

@@ -36,7 +36,7 @@ class Moved:
     job: str
     tenant: str = ""  # empty: its record cannot be read, so it stays where it is
     usage: Mapping[str, float] = field(default_factory=dict[str, float])  # counter -> amount
-    num_bytes: int = 0  # of a run: negative, of versions that were deleted and still count
+    num_bytes: int = 0  # of its records in the archive; of a run: negative, of deleted versions that still count
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,7 @@ def _deletions(moved: Moved, cell: Cell, partition: int) -> list[RedisCommand]:
     result.append(["HDEL", cell.unfinished(tenant), job])
     result += [["ZREM", key, job] for key in (cell.tenant_jobs(tenant), cell.jobs_all)]
     result.append(["INCR", cell.num_archived])
+    result += add_stored(cell, tenant, ARCHIVED, moved.num_bytes)
     return result + _used_up(moved, cell)
 
 

@@ -1,6 +1,7 @@
 """Makes the messages that a job sends to workers, from its spec, its files and its state."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +27,6 @@ from manager_service.owner.jobs.items import Items, Shuffle
 from manager_service.owner.jobs.open_trajectories import TrajectoryKey
 from manager_service.records.file_records import uploaded_path
 from manager_service.records.job_records import JobSpec, JobState, is_untrained
-from manager_service.scheduling.homes import home_of
 
 
 class Orders:
@@ -150,3 +150,8 @@ def give_homes(changes: Iterable[Changes], lora_slots: Mapping[str, int], *, num
             if isinstance(message, Start):
                 home = home_of(message.job, lora_slots)
                 change.published[index] = stream, msgspec.structs.replace(message, home=home)
+
+
+def home_of(job: str, workers: Collection[str]) -> str:
+    """Chooses by rendezvous hashing: a worker that comes or goes moves no job between two others."""
+    return max(workers, key=lambda worker: hashlib.sha256(f"{worker} {job}".encode()).digest())

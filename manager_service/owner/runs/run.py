@@ -21,7 +21,17 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.runs.pending import PendingOperation, for_trainer, is_for_trainer, load_of, num_tokens
 from manager_service.owner.runs.run_retention import RunRetention, VersionNeeds
 from manager_service.records.job_records import JobError
-from manager_service.records.run_records import HOLE_S, SAVES, USED_S, RunSpec, RunState, Sampler, give_name, held_bytes
+from manager_service.records.run_records import (
+    HOLE_S,
+    SAVES,
+    USED_S,
+    RunSpec,
+    RunState,
+    Sampler,
+    count_names,
+    give_name,
+    held_bytes,
+)
 from manager_service.scheduling.members import View
 
 MAX_TOKENS = 16_384
@@ -244,6 +254,7 @@ class Run:
             self._refuse(number, Failure("invalid", fault), changes)
             return
         version, spec = self.state.version, self.spec
+        changes.stored[spec.tenant, spec.id] += count_names(self.state)
         if wanted.inflight:
             self.state.inflight = version
         if wanted.sampler:

@@ -36,7 +36,7 @@ from common.wire.messages import AdapterRef
 from common.wire.operations import Forget
 from manager_service.owner.jobs.changes import KEEP_RESULTS_S, Changes
 from manager_service.records.job_records import JobSpec, JobState
-from manager_service.records.run_records import UNNAMED_KEPT_S, Leaving, RunSpec, RunState
+from manager_service.records.run_records import UNNAMED_KEPT_S, Leaving, RunSpec, RunState, count_names
 
 Spec = TypeVar("Spec", RunSpec, JobSpec)
 State = TypeVar("State", RunState, JobState)
@@ -178,6 +178,7 @@ class RunRetention(Retention[RunSpec, RunState]):
         kept = self.state.kept(now)
         if self.state.leaving is None and len(kept) < len(self.state.checkpoints):
             self.state.checkpoints = kept
+            changes.stored[self.spec.tenant, self.spec.id] += count_names(self.state)
             self._dirty(changes)
         super().look(needed, now, changes)
 

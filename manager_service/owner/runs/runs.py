@@ -15,7 +15,7 @@ from manager_service.owner.runs.run import Run
 from manager_service.owner.runs.run_retention import LOOK_AGAIN_S, Retention, RunRetention, VersionNeeds, read_versions
 from manager_service.records.job_records import JobError
 from manager_service.records.keys import read_record
-from manager_service.records.run_records import RunSpec, RunState, change_name
+from manager_service.records.run_records import RunSpec, RunState, change_name, count_names
 from manager_service.records.usage import usage_fields, usage_of
 from manager_service.scheduling.members import MemberTable
 
@@ -130,6 +130,7 @@ class Runs:
             state = next((record.state for record in await self._read([change.job], changes)), None)
         if state is not None:
             change_name(state, change, now)
+            changes.stored[change.tenant, change.job] += count_names(state)
             changes.runs[change.job] = state
             self._tell(change.job, [0], changes)
             if state.status == "ended":

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from common.bus.bus import Bus
 from common.bus.fullness import MAX_USED_FOR_NEW
+from common.sharing.places import Rounds
 from common.store.adapters import PEFT_FILES
-from manager_service.http import body_limit
+from common.wire.messages import Usage
+from manager_service.http import body_limit, quota
 from manager_service.http.stores import operation_store, session_store
 from manager_service.http.stores import run_store as store_runs
 from manager_service.http.tinker import retrieval
@@ -25,6 +28,23 @@ from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of
 
 # ---- sessions -------------------------------------------------------------------------------------------------------
+
+
+async def test_an_hour_tells_so_many_sessions_apart(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "MAX_HOUR_COUNTERS", 4)
+    for number in range(5):
+        await quota.count_inference(bus.client, bus.cell, "acme", Usage(1, 2), f"ses-{number}")
+    counters = Counter[Any]()
+    for key in await bus.client.keys(bus.cell.hours("acme", "*")):
+        for name, num in (await bus.client.hgetall(key)).items():
+            counters[name] += int(num)
+    apart = {
+        b"ses-0/prompt_tokens": 1,
+        b"ses-0/sampled_tokens": 2,
+        b"ses-1/prompt_tokens": 1,
+        b"ses-1/sampled_tokens": 2,
+    }
+    assert counters == apart | {b"/prompt_tokens": 3, b"/sampled_tokens": 6}
 
 
 async def test_what_a_session_or_a_run_says_of_itself_has_a_limit(client: TinkerClient) -> None:
@@ -264,6 +284,23 @@ async def test_a_run_has_so_many_checkpoints(
         assert "tinker checkpoint delete" in refused["error"] and "ttl" in refused["error"]
         assert (await client.delete(f"training_runs/{run}/checkpoints/weights/a")).status_code in (200, 204)
         assert "error" not in await save(5, "c")
+
+
+async def test_lists_read_each_run_in_a_round_of_the_event_loop_of_its_own(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[str] = []
+
+    async def taken(self: Rounds, tenant: str) -> None:
+        rounds.append(tenant)
+
+    session = await client.session()
+    for number in range(3):
+        await client.run(session, number)
+    monkeypatch.setattr(Rounds, "next", taken)
+    for name in ("training_runs", "checkpoints", "billing/usage/checkpoints/current"):
+        assert (await client.get(name)).status_code == 200
+    assert rounds == ["default"] * 9
 
 
 async def test_an_operation_of_too_many_positions_fails_and_says_how_to_send_them(

@@ -39,6 +39,7 @@ MAX_FILES = 10_000
 """Files of one tenant."""
 MAX_ROWS = 4_000_000
 """Rows of a file: managers put them into another order each epoch."""
+PARQUET = b"PAR1"
 BOM = b"\xef\xbb\xbf"
 """Windows programs write it before UTF-8."""
 
@@ -82,21 +83,21 @@ class Files:
         self._stored = stored
         self._room = room
 
-    async def check(self, tenant: TenantRecord, file: UploadFile, named: str = "line") -> FoundItems:
-        """Checks a file, and measures its prompts for all jobs. Raises InvalidInput with the line, ApiError if there is no room.
-        `named`: what its user calls a line."""
+    async def check(self, tenant: TenantRecord, file: UploadFile) -> FoundItems:
+        """Checks a file, and measures its prompts for all jobs. Raises InvalidInput with the line, ApiError if there is no room."""
         read, num_bytes = await content_of(file)
+        if (file.filename or "").lower().endswith(".csv") or await read(0, len(PARQUET)) == PARQUET:
+            raise _wrong(_OF_TABLE)
         await check_stored(self._stored, tenant, num_bytes)
         all_found = FoundItems.none(self._bases)
         async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
-            task = CheckLines(part, all_found.num_lines, self._max_line_bytes, named)
+            task = CheckLines(part, all_found.num_lines, self._max_line_bytes)
             all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
             if all_found.num_items > MAX_ROWS:
                 told = f"the file has more than {MAX_ROWS:,} rows: leave some out, or upload it as several files, for several jobs"
                 raise InvalidInput(told, param="file", code="too_many_rows")
         if not all_found.num_items:
-            what = "one JSON object a line" if named == "line" else "the columns' names, and a row for each item"
-            raise InvalidInput(f"the file is empty: it needs {what}", param="file", code="invalid_file")
+            raise _wrong("the file is empty: it needs one JSON object a line")
         return all_found
 
     async def create(
@@ -177,6 +178,16 @@ class Files:
         """Existing records, in the order of the ids."""
         found = await self._redis.mget([_key(file) for file in ids]) if ids else []
         return [msgspec.json.decode(record, type=FileRecord) for record in found if record is not None]
+
+
+_OF_TABLE = (
+    "this is a table, which is converted on your side: `marlaas submit FILE`, or in Python"
+    ' `pandas.read_csv("FILE.csv").to_json("FILE.jsonl", orient="records", lines=True)`, of Parquet `read_parquet`'
+)
+
+
+def _wrong(message: str) -> InvalidInput:
+    return InvalidInput(message, param="file", code="invalid_file")
 
 
 def _key(file: str) -> str:

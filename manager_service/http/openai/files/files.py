@@ -1,6 +1,5 @@
 """/v1/files"""
 
-from contextlib import AsyncExitStack
 from functools import partial
 from itertools import islice
 from typing import Annotated, Literal
@@ -28,7 +27,7 @@ from manager_service.records.job_records import JobSpec
 from manager_service.records.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON, route_class=FormRoute)
-JSONL = {"content": {"application/jsonl": {}}, "description": "The file as it was uploaded; of CSV, what it became"}
+JSONL = {"content": {"application/jsonl": {}}, "description": "The file as it was uploaded"}
 SLICE = 100
 """Records that are read at once."""
 MAX_NAME = 255
@@ -44,8 +43,8 @@ async def upload(
     purpose: Annotated[str, Form()],
     adapter_config: Annotated[str | None, Form(description="With the purpose adapter: its adapter_config.json")] = None,
 ) -> FileObject:
-    """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`; or CSV, which becomes JSONL. Every line is checked.
-    With the purpose `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
+    """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`. Every line is checked. With the purpose
+    `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
     if purpose not in ("fine-tune", ADAPTER):
         raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune' or 'adapter'", param="purpose")
     if any(name.startswith("expires_after") for name in await request.form()):
@@ -55,13 +54,9 @@ async def upload(
     if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
     name = shown_name(file.filename or "upload.jsonl")
-    async with AsyncExitStack() as held:
-        if purpose == ADAPTER:
-            adapter = await unless_gone(request, _check_adapter(api, tenant, file, adapter_config))
-            return shown(await api.files.create(tenant, name, file, adapter))
-        rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
-        found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
-        return shown(await api.files.create(tenant, name, rows.file, found))
+    is_adapter = purpose == ADAPTER
+    check = _check_adapter(api, tenant, file, adapter_config) if is_adapter else api.files.check(tenant, file)
+    return shown(await api.files.create(tenant, name, file, await unless_gone(request, check)))
 
 
 async def _check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config: str | None) -> UploadedAdapter:

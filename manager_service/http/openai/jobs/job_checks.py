@@ -10,6 +10,7 @@ import msgspec
 
 from common.errors import InvalidInput, NotFound
 from common.models.weight_files import LINEAR_LAYERS
+from common.settings import TINY
 from common.suggestions import quoted
 from common.tasks.environments import (
     imported,
@@ -135,7 +136,8 @@ class JobStart:
 
 async def find_start(api: Api, tenant: TenantRecord, body: JobGiven) -> JobStart:
     """A base model, a version of a tuned one, or an uploaded adapter. Raises InvalidInput, also if the adapter does not fit."""
-    model = body.model
+    default = [TINY.name] if TINY.name in api.bases else [*api.bases]
+    model = body.model or (default[0] if len(default) == 1 else "")
     if body.adapter_file is not None:
         return await _uploaded(api, tenant, model, body.adapter_file)
     if not model.startswith(("ft:", "tinker://")):

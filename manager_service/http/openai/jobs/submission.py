@@ -62,11 +62,11 @@ Label = Annotated[str, Field(max_length=512)]
 
 
 class JobGiven(Given):
-    """The body. `model` is a base model, or a tuned one, `ft:…`, to go on from; without a `seed` the service chooses one, and
-    returns it.
+    """The body. `model` is a base model, or a tuned one, `ft:…`, to go on from; without it the job trains the only base model. Without
+    a `seed` the service chooses one, and returns it.
     """
 
-    model: str
+    model: str = ""
     adapter_file: str | None = Field(
         None, description="A file of purpose `adapter`, of the base `model`, to go on from"
     )

@@ -120,7 +120,8 @@ async def _stored(api: Api, tenant: TenantRecord, tinker: Records) -> tuple[int,
     free, now = asyncio.Semaphore(NUM_READ), datetime.now(UTC).timestamp()
     sizes: list[tuple[int, int]] = []
     async for page in tinker.runs.pages(tenant.id):
-        sizes += await asyncio.gather(*(_size(api, free, run, state, now) for run, state in page))
+        async with api.reads.of(tenant.id):
+            sizes += await asyncio.gather(*(_size(api, free, run, state, now) for run, state in page))
     return sum(num for num, _ in sizes), sum(num_bytes for _, num_bytes in sizes)
 
 

@@ -33,10 +33,9 @@ REASONS = ("success", "errored", "interrupted")
 
 @router.get("/training_runs")
 async def list_runs(tenant: Tenant, tinker: Tinker, limit: Limit = 20, offset: Offset = 0) -> Response:
-    runs, num = await tinker.runs.newest_first(tenant.id, limit=limit, offset=offset)
-    return answer(
-        {"training_runs": [_shown(run.spec, state) for run, state in runs], "cursor": _cursor(limit, offset, num)}
-    )
+    pages, num = await tinker.runs.newest_first(tenant.id, limit=limit, offset=offset)
+    shown = [_shown(run.spec, state) async for page in pages for run, state in page]
+    return answer({"training_runs": shown, "cursor": _cursor(limit, offset, num)})
 
 
 @router.get("/training_runs/{run_id}")
@@ -54,11 +53,13 @@ async def list_checkpoints(run_id: str, tenant: Tenant, tinker: Tinker) -> Respo
 @router.get("/checkpoints")
 async def list_all_checkpoints(tenant: Tenant, tinker: Tinker, limit: Limit = 100, offset: Offset = 0) -> Response:
     """Newest runs first."""
-    shown, num = list[dict[str, Any]](), 0
+    shown, num, now = list[dict[str, Any]](), 0, time.time()
     async for page in tinker.runs.pages(tenant.id):
-        rows = [row for run, state in page for row in _checkpoints(run, state)]
-        shown += rows[max(0, offset - num) : max(0, offset + limit - num)]
-        num += len(rows)
+        for run, state in page:
+            kept = state.kept(now)
+            rows = kept[max(0, offset - num) : max(0, offset + limit - num)]
+            shown += [_checkpoint(run.spec, one) for one in rows]
+            num += len(kept)
     return answer({"checkpoints": shown, "cursor": _cursor(limit, offset, num)})
 
 
@@ -101,7 +102,8 @@ async def get_session(session_id: str, api: Parts, tenant: Tenant, tinker: Tinke
 
 def _shown(spec: RunSpec, state: RunState) -> dict[str, Any]:
     """A TrainingRun."""
-    newest = {one.kind: _checkpoint(spec, one) for one in state.kept(time.time())}
+    newest = {one.kind: one for one in state.kept(time.time())}
+    last = {kind: _checkpoint(spec, one) for kind, one in newest.items()}
     return {
         "training_run_id": spec.public_id,
         "base_model": spec.asked_model,
@@ -110,8 +112,8 @@ def _shown(spec: RunSpec, state: RunState) -> dict[str, Any]:
         "lora_rank": spec.lora.rank,
         "corrupted": state.status == "failed",
         "last_request_time": _time(max([spec.created_at, *(one.created_at for one in state.checkpoints)])),
-        "last_checkpoint": newest.get("weights"),
-        "last_sampler_checkpoint": newest.get("sampler_weights"),
+        "last_checkpoint": last.get("weights"),
+        "last_sampler_checkpoint": last.get("sampler_weights"),
         "user_metadata": shown_metadata(spec.user_metadata),
     }
 
