@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from openai import AsyncOpenAI
 
 from common.errors import InvalidInput, MarlaasError
@@ -146,6 +145,8 @@ def show(jobs: Sequence[DemoJob]) -> None:
 
 def draw(jobs: Sequence[DemoJob], to: Path) -> None:
     """A panel a tenant: each step's reward, and held-out questions with their intervals."""
+    from matplotlib.figure import Figure  # here: it takes a second
+
     figure = Figure(figsize=(5.3 * len(jobs), 2.7), layout="constrained")
     for number, job in enumerate(jobs):
         axes, evals = figure.add_subplot(1, len(jobs), number + 1), job.progress.evals

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Patch
+if TYPE_CHECKING:  # matplotlib takes a second, and is needed at the end
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 """Okabe and Ito's colours, which colour-blind people can tell apart."""
@@ -53,8 +53,11 @@ def write_report(path: Path, curves: Sequence[Curve], busy: Sequence[Busy]) -> N
     draw(curves, busy).savefig(path, dpi=150, facecolor="white")
 
 
-def draw(curves: Sequence[Curve], busy: Sequence[Busy]) -> Figure:
+def draw(curves: Sequence[Curve], busy: Sequence[Busy]) -> "Figure":
     """Reward curves above, one panel a job; the workers' timeline below."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     colours = tenant_colours([*(curve.tenant for curve in curves), *(stretch.tenant for stretch in busy)])
     num_columns = max(1, min(COLUMNS, len(curves)))
     num_rows = max(1, -(-len(curves) // num_columns))
@@ -70,7 +73,7 @@ def draw(curves: Sequence[Curve], busy: Sequence[Busy]) -> Figure:
     return figure
 
 
-def draw_curve(axes: Axes, curve: Curve, colour: str, *, is_first: bool = False) -> None:
+def draw_curve(axes: "Axes", curve: Curve, colour: str, *, is_first: bool = False) -> None:
     """Each step's reward faintly, its running mean boldly, evaluations as diamonds. The first panel has the legend."""
     steps = range(1, len(curve.rewards) + 1)
     axes.plot(steps, curve.rewards, color=colour, alpha=0.35, linewidth=1, label="each step")
@@ -83,7 +86,7 @@ def draw_curve(axes: Axes, curve: Curve, colour: str, *, is_first: bool = False)
         axes.legend(loc="lower right", fontsize=8, frameon=False)
 
 
-def _draw_evals(axes: Axes, evals: dict[int, float]) -> None:
+def _draw_evals(axes: "Axes", evals: dict[int, float]) -> None:
     """A diamond each; the first and the last say their value."""
     versions = sorted(evals)
     rewards = [evals[version] for version in versions]
@@ -97,8 +100,10 @@ def _draw_evals(axes: Axes, evals: dict[int, float]) -> None:
         )  # fmt: skip
 
 
-def draw_timeline(axes: Axes, busy: Sequence[Busy], colours: dict[str, str]) -> None:
+def draw_timeline(axes: "Axes", busy: Sequence[Busy], colours: dict[str, str]) -> None:
     """A row for each worker, and in it a lane for each tenant, for a worker serves several at once."""
+    from matplotlib.patches import Patch
+
     _style(axes, title="Who used which worker when", colour=INK)
     tenants = [tenant for tenant in colours if any(stretch.tenant == tenant for stretch in busy)]
     rows = worker_rows(busy)
@@ -154,7 +159,7 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _style(axes: Axes, *, title: str, colour: str) -> None:
+def _style(axes: "Axes", *, title: str, colour: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=colour)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9, colors=INK)

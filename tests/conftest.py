@@ -17,6 +17,7 @@ from common.bus.streams import Cell
 from common.store.objects import Objects
 from harness.redis_server import RedisServer
 from tests.support.exact_mode import Exact, prepare
+from tests.support.lent_prefork import lend
 
 if TYPE_CHECKING:  # most tests do not need them
     from playwright.async_api import Browser
@@ -37,8 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses kernels before any test is imported: they stand with a process's first product."""
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    if config.getoption("--exact") and runs_tests:
-        config.stash[exact] = prepare()
+    if config.getoption("--exact"):
+        if runs_tests:
+            config.stash[exact] = prepare()
+    elif not runs_tests:
+        lend()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

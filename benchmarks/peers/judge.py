@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -43,6 +42,8 @@ def _mean(settings: Settings, model: Any, rows: list[Row], samples: int) -> floa
 
 def with_adapter(model: Any, adapter: Path) -> Any:
     """Through a copy whose `target_modules` are those of its tensors: SkyRL writes none."""
+    from peft import PeftModel  # here: it takes a second
+
     with safe_open(adapter / ADAPTER, framework="pt") as file:
         names = list(file.keys())
     config = json.loads((adapter / ADAPTER_CONFIG).read_text())

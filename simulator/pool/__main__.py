@@ -23,7 +23,6 @@ import msgspec
 from common.pool.placement import PlacementRule
 from simulator.pool.cluster import PoolCluster, Setup
 from simulator.pool.figures import PairFigures, PlacementFigures, figures_of, paired, sized
-from simulator.pool.picture import draw_slices
 from simulator.pool.places import Costs, PoolSize
 from simulator.pool.trace import DAY_S, TraceJob, draw, read_trace, write_trace
 from simulator.report import Goal, Report, make_table, natural, parser, positive, show, writable
@@ -115,6 +114,8 @@ def run_all(title: str, jobs: Sequence[TraceJob], args: Any, picture: Path | Non
         cluster.run(jobs)
         found.append(figures_of(cluster))
         if picture and setup.placement == "backfill":
+            from simulator.pool.picture import draw_slices  # here: matplotlib takes a second
+
             draw_slices(cluster.slices, PICTURE_S, picture)
     return found
 

@@ -113,13 +113,15 @@ async def working(
 
 
 async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Waits for what comes in moments on a machine with nothing else to do."""
+    """Waits for what comes in moments on a machine with nothing else to do. Looks ever more seldom: many a look asks an API."""
+    pause_s = 0.01
     async with asyncio.timeout(seconds):
         while True:
             value = condition()
             if await value if asyncio.iscoroutine(value) else value:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, 0.1)
 
 
 async def length(bus: Bus, stream: str, number: int) -> bool:

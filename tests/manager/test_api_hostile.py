@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,36 +123,42 @@ def doubling(depth: int) -> str:
 
 LIKELY = "ab" * 100
 MANY_VARIABLES = "{{item.a}}" * 6500
-HOSTILE: dict[str, tuple[str, bytes]] = {
-    "a long prompt": (COMPLETIONS, json.dumps({"model": "tiny", "prompt": "x" * FOUR_MB}).encode()),
-    "a long message": (CHAT, json.dumps(chat("<|end|>" * (FOUR_MB // 7))).encode()),
-    "a long message of quotes": (CHAT, json.dumps(chat('"' * (FOUR_MB // 2))).encode()),
-    "many parts": (CHAT, json.dumps(chat([{"type": "text", "text": "x"}] * 100_000)).encode()),
-    "many lists": (COMPLETIONS, b'{"model": "tiny", "prompt": [' + b",".join([b"[]"] * 1_300_000) + b"]}"),
-    "many ids": (COMPLETIONS, b'{"model": "tiny", "prompt": [' + b",".join([b"1"] * 1_900_000) + b"]}"),
-    "nearly too many ids": (COMPLETIONS, b'{"model": "tiny", "prompt": [' + b",".join([b"1"] * 99_000) + b"]}"),
-    "nearly too many lists": (COMPLETIONS, b'{"model": "tiny", "prompt": [' + b",".join([b"[]"] * 99_000) + b"]}"),
-    "many objects": (CHAT, b'{"model": "tiny", "messages": [' + b",".join([b"{}"] * 1_300_000) + b"]}"),
-    "braces": (RUN, json.dumps(graded(input="{{" * 100_000)).encode()),
-    "braces at the limit": (RUN, json.dumps(graded(input="{{" * 32_000 + "{{item.answers}}")).encode()),
-    "a path of many steps": (RUN, json.dumps(graded(input="{{item" + ".a" * 30_000 + "}}")).encode()),
-    "a multi of many variables": (RUN, tried(multi(input=MANY_VARIABLES, reference=MANY_VARIABLES), {"b": 1})),
-    "a field that an item lacks": (RUN, tried(multi(input="{{item.a}}" * 1800), {"b": 1})),
-    "a job of many variables": (JOBS, submitted(grader=multi(input="{{item.a}}" * 1800))),
-    "a method that is too large": (JOBS, submitted(grader=multi(input=MANY_VARIABLES, reference=MANY_VARIABLES))),
-    "bad documents": (JOBS, submitted(environment={"name": "search", "args": {"documents": [1] * 90_000}})),
-    "unknown fields": (CHAT, json.dumps(chat("x") | {f"k{i}": 1 for i in range(90_000)}).encode()),
-    "unknown fields of a method": (JOBS, submitted(**{f"k{i}": 1 for i in range(90_000)})),
-    "unknown fields of a grader": (JOBS, submitted(grader=GRADER | {f"k{i}": 1 for i in range(20_000)})),
-    "a long model": (JOBS, submitted(grader=GRADER).replace(b"tiny", b"t" * FOUR_MB)),
-    "a long field": (JOBS, submitted(grader=GRADER, **{"k" * FOUR_MB: 1})),
-    "a long field of a grader": (JOBS, submitted(grader=GRADER | {"k" * 300_000: 1})),
-    "a long key twice": (JOBS, b'{"%b": 1, "%b": 1}' % (b"k" * 1_000_000, b"k" * 1_000_000)),
-    "a source that doubles": (RUN, tried({"type": "python", "source": doubling(17)}, {})),
-    "a job's source that doubles": (JOBS, submitted(grader={"type": "python", "source": doubling(17)})),
+HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "a long prompt": (COMPLETIONS, lambda: json.dumps({"model": "tiny", "prompt": "x" * FOUR_MB}).encode()),
+    "a long message": (CHAT, lambda: json.dumps(chat("<|end|>" * (FOUR_MB // 7))).encode()),
+    "a long message of quotes": (CHAT, lambda: json.dumps(chat('"' * (FOUR_MB // 2))).encode()),
+    "many parts": (CHAT, lambda: json.dumps(chat([{"type": "text", "text": "x"}] * 100_000)).encode()),
+    "many lists": (COMPLETIONS, lambda: b'{"model": "tiny", "prompt": [' + b",".join([b"[]"] * 1_300_000) + b"]}"),
+    "many ids": (COMPLETIONS, lambda: b'{"model": "tiny", "prompt": [' + b",".join([b"1"] * 1_900_000) + b"]}"),
+    "nearly too many ids": (COMPLETIONS, lambda: b'{"model": "tiny", "prompt": [' + b",".join([b"1"] * 99_000) + b"]}"),
+    "nearly too many lists": (
+        COMPLETIONS,
+        lambda: b'{"model": "tiny", "prompt": [' + b",".join([b"[]"] * 99_000) + b"]}",
+    ),
+    "many objects": (CHAT, lambda: b'{"model": "tiny", "messages": [' + b",".join([b"{}"] * 1_300_000) + b"]}"),
+    "braces": (RUN, lambda: json.dumps(graded(input="{{" * 100_000)).encode()),
+    "braces at the limit": (RUN, lambda: json.dumps(graded(input="{{" * 32_000 + "{{item.answers}}")).encode()),
+    "a path of many steps": (RUN, lambda: json.dumps(graded(input="{{item" + ".a" * 30_000 + "}}")).encode()),
+    "a multi of many variables": (RUN, lambda: tried(multi(input=MANY_VARIABLES, reference=MANY_VARIABLES), {"b": 1})),
+    "a field that an item lacks": (RUN, lambda: tried(multi(input="{{item.a}}" * 1800), {"b": 1})),
+    "a job of many variables": (JOBS, lambda: submitted(grader=multi(input="{{item.a}}" * 1800))),
+    "a method that is too large": (
+        JOBS,
+        lambda: submitted(grader=multi(input=MANY_VARIABLES, reference=MANY_VARIABLES)),
+    ),
+    "bad documents": (JOBS, lambda: submitted(environment={"name": "search", "args": {"documents": [1] * 90_000}})),
+    "unknown fields": (CHAT, lambda: json.dumps(chat("x") | {f"k{i}": 1 for i in range(90_000)}).encode()),
+    "unknown fields of a method": (JOBS, lambda: submitted(**{f"k{i}": 1 for i in range(90_000)})),
+    "unknown fields of a grader": (JOBS, lambda: submitted(grader=GRADER | {f"k{i}": 1 for i in range(20_000)})),
+    "a long model": (JOBS, lambda: submitted(grader=GRADER).replace(b"tiny", b"t" * FOUR_MB)),
+    "a long field": (JOBS, lambda: submitted(grader=GRADER, **{"k" * FOUR_MB: 1})),
+    "a long field of a grader": (JOBS, lambda: submitted(grader=GRADER | {"k" * 300_000: 1})),
+    "a long key twice": (JOBS, lambda: b'{"%b": 1, "%b": 1}' % (b"k" * 1_000_000, b"k" * 1_000_000)),
+    "a source that doubles": (RUN, lambda: tried({"type": "python", "source": doubling(17)}, {})),
+    "a job's source that doubles": (JOBS, lambda: submitted(grader={"type": "python", "source": doubling(17)})),
     "likely names": (
         RUN,
-        tried(GRADER | {"input": f"{{{{item.{LIKELY}}}}}"}, {f"{LIKELY}{i}": 1 for i in range(9000)}),
+        lambda: tried(GRADER | {"input": f"{{{{item.{LIKELY}}}}}"}, {f"{LIKELY}{i}": 1 for i in range(9000)}),
     ),
 }
 
@@ -161,7 +167,7 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_api_answers_others_while_it_refuses(refusing: ApiServer, name: str) -> None:
     path, body = HOSTILE[name]
-    sending = refusing.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    sending = refusing.http.post(path, content=body(), headers={"content-type": "application/json"}, timeout=60)
     answer, stop_s = await longest_stop(sending)
     assert answer.status_code == 400, answer.text[:300]
     assert len(answer.text) < 600
@@ -199,7 +205,9 @@ async def test_a_line_is_found_by_its_number_in_any_slice(server: ApiServer) -> 
 async def test_a_body_whose_reader_is_killed_is_no_fault_of_its_sender(executing: ApiServer) -> None:
     path, body = HOSTILE["nearly too many ids"]
     others = helper_processes()
-    asking = asyncio.create_task(executing.http.post(path, content=body, headers={"Content-Type": "application/json"}))
+    asking = asyncio.create_task(
+        executing.http.post(path, content=body(), headers={"Content-Type": "application/json"})
+    )
     while not (helpers := helper_processes() - others):
         await asyncio.sleep(0.01)
     for helper in helpers:

@@ -19,6 +19,7 @@ from common.children.processes import ChildProcess, Command, start_tied
 from harness import live
 from harness.live import Api
 from manager_service.launcher.supervisor import NO_PLUGINS, ONE_THREAD, ROOT, LocalCluster, inherited
+from tests.support.lent_prefork import NAME, LentServer, OwnServer
 
 MODULES = (
     "manager_service",
@@ -32,8 +33,10 @@ PATHS = "PYTHONPATH"
 LOOKERS = ("manager_service", "env_service")
 OF_CHILDREN = {*ONE_THREAD, *NO_PLUGINS, PATHS, "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
 """Variables that a cluster gives to all its children."""
-COME_LATER = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that pytest and transformers' models, once imported, set in this process. A prefork server with other ones would not fork."""
+XDISTS = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID")
+COME_LATER = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME", *XDISTS)
+"""Variables that pytest, transformers' models once imported, and ranks set in this process. A prefork server with other ones would not
+fork."""
 shared: list[PreforkServer] = []
 """The prefork server, once it is needed."""
 
@@ -54,14 +57,24 @@ async def start(command: Command) -> ChildProcess:
     variables = {name: value for name, value in command.environment.items() if name not in COME_LATER}
     command = replace(command, environment=variables | {PATHS: plain})
     if not shared:
-        all_programs = [replace(command, argv=(sys.executable, "-m", module)) for module in MODULES]
-        shared.append(PreforkServer(all_programs, Path(gettempdir()) / "prefork-of-tests.log"))
+        shared.append(LentServer() if NAME in os.environ else own_server(command))
         atexit.register(shared[0].end)
     return await shared[0].start(command)
 
 
+def own_server(command: Command | None = None) -> OwnServer:
+    """A server that has not begun, for commands with this one's variables, or as a cluster without settings has them."""
+    one = command or _command(MODULES[0], Path(os.devnull))
+    all_programs = [replace(one, argv=(sys.executable, "-m", module)) for module in MODULES]
+    return OwnServer(all_programs, Path(gettempdir()) / "prefork-of-tests.log")
+
+
 async def begun(module: str, log: Path, **settings: str) -> ChildProcess:
     """A module that runs as one of a cluster's services does."""
+    return await start(_command(module, log, **settings))
+
+
+def _command(module: str, log: Path, **settings: str) -> Command:
     common = {
         **ONE_THREAD,
         **NO_PLUGINS,
@@ -71,7 +84,7 @@ async def begun(module: str, log: Path, **settings: str) -> ChildProcess:
         "PYTHONUNBUFFERED": "1",
     }
     argv, variables = (sys.executable, "-m", module), {**common, **settings}
-    return await start(Command(name=module, argv=argv, environment=variables, log=log))
+    return Command(name=module, argv=argv, environment=variables, log=log)
 
 
 async def ended(module: str, log: Path, **settings: str) -> tuple[int, list[str]]:

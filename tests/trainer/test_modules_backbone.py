@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -116,6 +115,8 @@ def named(case: Case, grad_P: Tensor) -> dict[str, Tensor]:
 
 def theirs(folder: Path, case: Case, adapter_folder: Path) -> Found:
     """The same by PEFT, a row at a time."""
+    from peft import PeftModel  # here: it takes each process that collects tests a second
+
     adapter_folder.mkdir()
     for name, data in save_adapter(case.adapter, "base").items():
         (adapter_folder / name).write_bytes(data)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -34,6 +33,8 @@ def decoder() -> Decoder:
 
 def peft_model(adapter: Adapter, folder: Path) -> Any:
     """The adapter as a user would load it."""
+    from peft import PeftModel  # here: it takes a second
+
     folder.mkdir()
     for name, data in save_adapter(adapter, "tiny").items():
         (folder / name).write_bytes(data)
@@ -144,6 +145,8 @@ def test_steps_give_the_same_weights_as_peft_with_torchs_adamw(decoder: Decoder,
 
 
 def test_init_starts_where_peft_starts(decoder: Decoder) -> None:
+    from peft import LoraConfig, get_peft_model
+
     # PEFT's B is zero and its A uniform within 1 / sqrt(in); so is ours
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(r=LORA.rank, lora_alpha=8, target_modules="all-linear"))  # pyright: ignore

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -58,6 +57,8 @@ class Loop:
     """The training loop as one would write it."""
 
     def __init__(self, state: TrainState, folder: Path) -> None:
+        from peft import PeftModel  # here: it takes a second
+
         folder.mkdir()
         for name, data in save_adapter(state.adapter, "tiny").items():
             (folder / name).write_bytes(data)
