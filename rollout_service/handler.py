@@ -175,8 +175,15 @@ class RolloutHandler:
             closed = come[-1] is None
             tokens, logprobs = ([one for new in come if new for one in new[part]] for part in (0, 1))
             if tokens:
-                about = {**request.about(), "id": request.id, "adapter": request.adapter, "offset": offset}
-                await self._send_delta(request.reply_to, TurnDelta(**about, tokens=i32(tokens), logprobs=f32(logprobs)))
+                delta = TurnDelta(
+                    **request.about(),
+                    id=request.id,
+                    adapter=request.adapter,
+                    offset=offset,
+                    tokens=i32(tokens),
+                    logprobs=f32(logprobs),
+                )
+                await self._send_delta(request.reply_to, delta)
                 offset += len(tokens)
 
     def _restarts(self, message: TurnRequest) -> bool:

@@ -144,17 +144,17 @@ MAX_FILE, MAX_FUNCTION = 450, 38
 MAX_FILES = 12
 FULL_FOLDERS = {"marlaas_client/cli", "trainer_service"}
 SIZED = ("common", "base_model", *SERVICES)
-MAX_SIZED = 59_000
+MAX_SIZED = 58_250
 """Lines of these packages together. A change that raises it says in its message what it bought; one that needs less lowers it."""
 BUDGET = {
     "marlaas_client": 2_640,
     "simulator": 3_700,
-    "harness": 1_750,
-    "chaos": 2_200,
-    "examples": 1_850,
+    "harness": 1_700,
+    "chaos": 1_700,
+    "examples": 1_860,
     "deploy": 600,
-    "tests": 48_200,
-    "benchmarks": 7_800,
+    "tests": 48_350,
+    "benchmarks": 7_750,
 }
 """Lines of Python of the folders around them, at most."""
 MAX_PAGE = 1_700

@@ -106,7 +106,8 @@ def score(
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for states, wanted in zip(hidden.split(piece), tokens.split(piece), strict=True):
         logprobs = torch.log_softmax(logits_of(states).div_(temperature), dim=-1)
-        found.append((logprobs.gather(1, wanted.unsqueeze(1)).squeeze(1), *logprobs.topk(num_top, dim=-1)))
+        best, places = logprobs.topk(num_top, dim=-1)
+        found.append((logprobs.gather(1, wanted.unsqueeze(1)).squeeze(1), best, places))
     own, values, indices = map(torch.cat, zip(*found, strict=True))
     return own, values, indices
 

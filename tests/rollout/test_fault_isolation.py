@@ -79,7 +79,7 @@ def same(engine: TorchEngine, found: Outcome, expected: Outcome) -> bool:
 
 
 def is_exact(engine: TorchEngine) -> bool:
-    return engine._limits.exact  # pyright: ignore[reportPrivateUsage]
+    return engine._running._limits.exact  # pyright: ignore[reportPrivateUsage]
 
 
 def breaks(monkeypatch: pytest.MonkeyPatch, error: Exception, *, after: int = 0) -> list[int]:
