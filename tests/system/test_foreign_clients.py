@@ -1,22 +1,25 @@
-"""A client of OpenAI's API that others wrote, unmodified, against a whole cluster of real processes: an evaluation harness."""
+"""Clients of OpenAI's API that others wrote, unmodified, against a whole cluster of real processes: an evaluation harness, a gateway."""
 
 import asyncio
 import json
 import os
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.live import jsonl
+from common.tasks.skills import generate
+from harness.live import Api, jsonl
 from manager_service.launcher.supervisor import LocalCluster
 from tests.support.forked import running
 from tests.support.trainer_cases import TINY
 from tests.support.verifiers_python import python_with
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 TASK = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}", "target_delimiter": ""}
 TASKS: dict[str, dict[str, Any]] = {
     "continues": {
@@ -41,6 +44,12 @@ ITEMS: list[dict[str, Any]] = [
     }
     for a, b in ((37, 58), (4, 3), (61, 20), (9, 90))
 ]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[tuple[LocalCluster, Api]]:
+    async with running(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
 
 
 EVALUATE = """
@@ -107,10 +116,10 @@ class Reference:
         return self._tokenizer.decode(made, skip_special_tokens=True).partition("9")[0]
 
 
-async def test_an_evaluation_harness_finds_what_transformers_computes(tmp_path: Path) -> None:
-    async with running(tmp_path / "cluster") as (cluster, _):
-        found = await evaluated(cluster, tmp_path)
-    reference = Reference()
+async def test_an_evaluation_harness_finds_what_transformers_computes(
+    service: tuple[LocalCluster, Api], tmp_path: Path
+) -> None:
+    found, reference = await evaluated(service[0], tmp_path), Reference()
     for item, row in zip(ITEMS, found["continues"], strict=True):
         assert row["resps"] == [[reference.continued(item["question"])]]
     for item, row in zip(ITEMS, found["chooses"], strict=True):
@@ -119,3 +128,31 @@ async def test_an_evaluation_harness_finds_what_transformers_computes(tmp_path: 
         assert [greedy for _, greedy in told] == [greedy for _, greedy in expected]
         assert max(abs(ours - theirs) for (ours, _), (theirs, _) in zip(told, expected, strict=True)) < 1e-4
     assert any(greedy for row in found["chooses"] for ((_, greedy),) in row["resps"])
+
+
+GATEWAY = """
+import json, litellm, sys
+url, key, file = sys.argv[1:]
+to = {"api_base": url, "api_key": key}
+said = litellm.completion(model="openai/tiny", messages=[{"role": "user", "content": "add 37+58"}], max_tokens=8, **to)
+job = litellm.create_fine_tuning_job(
+    model="tiny", training_file=file, hyperparameters={"n_epochs": 2}, custom_llm_provider="openai", **to
+)
+print(json.dumps([said.choices[0].message.content, said.usage.completion_tokens, job.id]))
+"""
+
+
+async def test_a_gateway_chats_and_fine_tunes(service: tuple[LocalCluster, Api]) -> None:
+    cluster, api = service
+    rows = [
+        {"messages": [*item["messages"], {"role": "assistant", "content": item["answer"]}]}
+        for item in generate("add", 1, 32, "train")
+    ]
+    file = await api.upload("examples.jsonl", jsonl(rows))
+    python = await asyncio.to_thread(python_with, "litellm", "1.110.2")
+    told = await run(python, "-c", GATEWAY, f"{cluster.base_url}/v1", cluster.api_key, file)
+    (line,) = (line for line in told.splitlines() if line.startswith("["))  # it says more
+    text, num_tokens, job = json.loads(line)
+    assert isinstance(text, str) and num_tokens > 0
+    (done,) = await api.until_done(job)
+    assert (done["status"], done["method"]["type"], done["num_steps"]) == ("succeeded", "supervised", 4)
