@@ -460,7 +460,10 @@ async def test_a_handler_hears_how_often_a_message_was_delivered_before(bus: Bus
     assert handler.again == [("job/0", 2)]
 
 
-async def test_a_suspect_waits_for_quiet_and_nothing_is_read_meanwhile(bus: Bus) -> None:
+async def test_a_suspect_waits_for_quiet_and_nothing_is_read_meanwhile(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.takeover.MOST_ALONE_S", 3600.0)
     go_on = asyncio.Event()
     alone: list[int] = []
 
@@ -561,7 +564,10 @@ class HeldBack(Bus):
         return found
 
 
-async def test_what_is_read_as_a_suspect_begins_is_kept_until_that_has_ended(bus: Bus) -> None:
+async def test_what_is_read_as_a_suspect_begins_is_kept_until_that_has_ended(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.takeover.MOST_ALONE_S", 3600.0)
     end = asyncio.Event()
 
     async def act(message: Start, beat: Beat) -> None:
