@@ -45,7 +45,7 @@ ADAM = {
 @router.post("/forward_backward")
 @router.post("/forward")
 async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
-    """A pass over data. Clients older than 0.24 send JSON, which is refused; those of one without a gradient, to `forward`."""
+    """A pass over data; older clients ask `forward` for one without a gradient, in JSON: it fails in its turn."""
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
     task = ReadPass(body, request.headers.get("content-type", ""), encoding, MAX_PASS_BYTES)
     num_bytes = MAX_PASS_BYTES if encoding else len(body)

@@ -20,7 +20,7 @@ from manager_service.records.run_records import RunState, run_of
 from tests.manager.test_api_cluster import report, tell, until
 from tests.support.api_server import ApiServer, running_api
 from tests.support.standin_runs import StandInRuns, standing_in
-from tests.support.tinker_client import TinkerClient, client_of, pass_over
+from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of
 
 SHORT_S = 0.2
 
@@ -268,10 +268,13 @@ async def test_a_large_pass_is_read_in_a_helper_process(client: TinkerClient, ru
     assert found.metrics == {"loss:sum": 150_000.0} and found.loss_fn_outputs[0].num_datums == 1500
 
 
-async def test_older_clients_which_send_json_are_told_what_to_install(client: TinkerClient, run: str) -> None:
-    for name, key in (("forward_backward", "forward_backward_input"), ("forward", "forward_input")):
-        sent = await client.post(name, **{"model_id": run, "seq_id": 1, key: {"data": [], "loss_fn": "ppo"}})
-        assert sent.status_code == 400 and "install tinker 0.24.1 or newer" in sent.json()["error"]["message"]
+async def test_older_clients_are_told_what_to_install(client: TinkerClient, run: str, owner: StandInRuns) -> None:
+    """They send JSON. It fails in its turn, so that it leaves no hole in the numbers."""
+    for name, key, seq in (("forward_backward", "forward_backward_input", 1), ("forward", "forward_input", 2)):
+        sent = await client.post(name, **{"model_id": run, "seq_id": seq, key: {"data": [], "loss_fn": "ppo"}})
+        assert "install tinker 0.24.1 or newer" in result_of(await client.retrieve(sent.json()["request_id"]))["error"]
+    assert (await client.send(pass_over(run, 3))).status_code == 200
+    assert "metrics" in result_of(await client.retrieve(future(run, 3)))
 
 
 async def test_what_the_model_cannot_read_fails_in_its_turn(

@@ -139,7 +139,7 @@ GARBAGE: list[tuple[bytes, dict[str, str], int, str]] = [
     (zstandard.compress(bytes(64 << 20)), {"Content-Encoding": "zstd"}, 400, "unpacked: at most"),
     (zstandard.compress(pass_over("RUN", 1))[:-5], {"Content-Encoding": "zstd"}, 400, "no zstd frame"),
     (pass_over("RUN", 1), {"Content-Encoding": "br"}, 400, "Content-Encoding 'br' is not known"),
-    (pass_over("RUN", 1), {"Content-Type": "image/png"}, 400, "not as 'image/png'"),
+    (pass_over("RUN", 1), {"Content-Type": "image/png"}, 400, "Content-Type 'image/png' is not known"),
     (b"[" * 100_000, {"Content-Type": "application/json"}, 400, ""),
 ]  # fmt: skip
 

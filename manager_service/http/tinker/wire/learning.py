@@ -26,6 +26,7 @@ from common.errors import InvalidInput
 from common.suggestions import did_you_mean
 from common.wire.messages import Array, f32, i32
 from common.wire.operations import Datum, Forward, LossFn
+from manager_service.http.reading.json_values import decode_body
 from manager_service.http.tinker.wire import protobuf
 from manager_service.http.tinker.wire import tinker_pb2 as pb
 
@@ -34,6 +35,8 @@ MAX_TOKEN = 2**31 - 1
 MAX_VALUE = 1e9
 """The largest weight, advantage, log-prob and threshold: sums of their squares stay numbers in float32."""
 
+JSON_TYPE = "application/json"
+TOO_OLD = "this client sends data as JSON, which this service does not read: install tinker 0.24.1 or newer"
 MAX_DATA, MAX_INPUTS, MAX_PARTS = 4096, 64, 262_144
 """Most data of a pass; inputs of a datum, or settings of a loss; pieces of text and their origins in a pass, as many as positions."""
 MAX_FAULT = 1000
@@ -79,12 +82,21 @@ class CheckedPass(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
+class PassNumber(msgspec.Struct):
+    """The number of a pass over data that an older client sends as JSON."""
+
+    model_id: str
+    seq_id: int = 0
+
+
 def read_pass(body: bytes, *, content_type: str, encoding: str, max_bytes: int) -> CheckedPass:
     """A pass over data. Raises InvalidInput for a body that cannot be read; what else is wrong is in `fault`."""
     unpacked = unpack(body, encoding, max_bytes=max_bytes)
     kind = content_type.partition(";")[0].strip().lower()
+    if kind == JSON_TYPE:
+        return _too_old(unpacked)
     if kind != protobuf.CONTENT_TYPE:
-        raise InvalidInput(f"data come as {protobuf.CONTENT_TYPE}, and not as {kind!r}: install tinker 0.24.1 or newer")
+        raise InvalidInput(f"Content-Type {kind!r} is not known here: use {protobuf.CONTENT_TYPE}")
     try:
         outline = pb.PassOutline.FromString(unpacked)
         if fault := _too_many(outline):
@@ -111,6 +123,12 @@ def _too_many(given: pb.PassOutline) -> str:
         if num_parts > MAX_PARTS:
             return f"model_input: more than {MAX_PARTS:,} chunks and spans in one operation; send the data in several calls"
     return ""
+
+
+def _too_old(body: bytes) -> CheckedPass:
+    """Keeps the number, so that the operations behind it do not wait for it."""
+    given = decode_body(body, PassNumber)
+    return CheckedPass(given.model_id, given.seq_id, forward_only=False, fault=TOO_OLD)
 
 
 def unpack(body: bytes, encoding: str, *, max_bytes: int) -> bytes:
