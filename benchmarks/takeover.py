@@ -15,7 +15,6 @@ compared with each other, and the median of the rounds is shown. It takes about 
 """
 
 import asyncio
-import itertools
 import json
 import random
 import statistics
@@ -211,10 +210,11 @@ async def beside_others(rounds: int, chats: int, jobs: int) -> list[dict[str, li
         beside: Any = {f"samples of {n} tokens": (first_token_ms, [(keep_sampling, n)] * 10) for n in SAMPLES}
         for what, (num, path) in FLOODS.items():
             beside[what] = (models_ms, [(keep_asking, (num, path.format(model=model)))] * bool(num))
-        for of_round, (what, (measured, floods)) in itertools.product(found, beside.items()):
-            async with running(*(keep(other, asked) for keep, asked in floods)):
-                await asyncio.sleep(WARM_S)
-                of_round[what] = sorted([await measured(api) for _ in range(chats)])
+        for of_round in found:
+            for what, (measured, floods) in beside.items():
+                async with running(*(keep(other, asked) for keep, asked in floods)):
+                    await asyncio.sleep(WARM_S)
+                    of_round[what] = sorted([await measured(api) for _ in range(chats)])
         for each in (admin, other):
             await each.close()
     return found

@@ -25,6 +25,7 @@ ASKING = {"prompt", "messages"}
 """Fields of which an item needs one."""
 TALK = {"prompt": "user", "completion": "assistant"}
 """Fields of an example to learn, and who says them."""
+csv.field_size_limit((1 << 31) - 1)  # the service bounds an item
 SAVED = ("dataset_dict.json", "state.json")
 """Files of a folder that `Dataset.save_to_disk` has written."""
 
@@ -114,7 +115,8 @@ def _of_csv(file: Path) -> Iterator[DatasetRow]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
-            if len(names := reader.fieldnames or ()) > len(set(names)):
+            names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            if len(names) > len(set(names)):
                 raise InvalidInput(f"{file}: two columns have one name")
             for number, row in enumerate(reader, 1):
                 if None in row or None in row.values():

@@ -5,6 +5,7 @@ S3's credentials, region and endpoint come from the environment: `AWS_ACCESS_KEY
 """
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -171,8 +172,9 @@ class Objects:
     def drop_drafts(self, prefix: str, before_s: float) -> None:
         """Deletes each `name#1` in a folder of a local store, which a killed writer left: unchanged since a moment, in s since 1970."""
         for draft in (self._folder.path / prefix).glob("*#*") if self._folder else ():
-            if draft.stat().st_mtime < before_s:
-                draft.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another push has just ended it
+                if draft.stat().st_mtime < before_s:
+                    draft.unlink()
 
     async def delete_folder(self, prefix: str) -> None:
         await self.delete(*await self.paths(prefix))

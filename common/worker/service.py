@@ -321,7 +321,9 @@ class _Start:
         await cancel_all([telling])
         if isinstance(error := working.exception(), InvalidInput):
             told = self.gate.tell(NotTaken(str(error))) if self.gate else self._say(f"it has ended: {error}")
-            await asyncio.wait([asyncio.create_task(told)], timeout=1.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await told
         return working.result()
 
     async def _tell(self, progress: Callable[[], str]) -> None:

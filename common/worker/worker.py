@@ -233,7 +233,7 @@ class Worker:
             self._reporter.first_read([delivery.entry for delivery in found])
 
     async def _hold(self, found: Sequence[Delivery]) -> None:
-        """Keeps what was read just as an entry began to run alone, until that has ended."""
+        """Keeps what was read just as an entry began to run alone, for as long as that runs alone."""
         while self._takeover.running_alone:
             for stream, group in {(delivery.stream, delivery.group) for delivery in found}:
                 entries = [delivery.entry for delivery in found if delivery.stream == stream]

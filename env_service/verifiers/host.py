@@ -186,9 +186,8 @@ class Environments:
         if needs_group:
             raise Failed("its rubric scores the rollouts of a group together; here each is scored alone")
         self._openai: Any = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=load["key"], max_retries=0, timeout=None)
-        self._wrapped: Any = lambda client: client
-        if not self._old:
-            self._wrapped = importlib.import_module("verifiers.clients").OpenAIChatCompletionsClient
+        clients: Any = None if self._old else importlib.import_module("verifiers.clients")
+        self._wrapped: Any = clients.OpenAIChatCompletionsClient if clients else _same
         self._train = self._env.get_dataset().to_list() if self._has("dataset") else []
         self._held_out = self._env.get_eval_dataset().to_list() or self._train
         self._train = self._train or self._held_out
@@ -249,6 +248,10 @@ def chosen(item: "dict[str, Any]", tasks: Any, train: Any, held_out: Any) -> Any
     if not isinstance(place, int) or not 0 <= place < len(tasks):
         raise Failed(f"`task` must be a number from 0 to {len(tasks) - 1}")
     return tasks[place]
+
+
+def _same(client: Any) -> Any:
+    return client
 
 
 class _Free:

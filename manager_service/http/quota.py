@@ -85,7 +85,8 @@ async def count_inference(redis: Any, cell: Cell, tenant: str, usage: Usage, ses
     now = time.time()
     key, hour, tokens = cell.usage(tenant), cell.hours(tenant, hour_of(now)), 0
     if session and await redis.hlen(hour) >= MAX_HOUR_COUNTERS:
-        session = ""
+        known = await redis.hexists(hour, f"{session}/sampled_tokens")
+        session = session if known else ""
     pipe = redis.pipeline(transaction=False)
     for counter, amount in msgspec.structs.asdict(usage).items():
         if amount:

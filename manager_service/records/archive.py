@@ -89,7 +89,7 @@ T = TypeVar("T")
 Row = TypeVar("Row", EventRecord, CheckpointRecord)
 ROWS_A_PART = 500
 """Events or checkpoints that are read together."""
-ARCHIVE_FILES = ("/record.json", "/parts.")  # in the paths of what a job is archived with, and what stays of it
+ARCHIVE_FILES = ("record.json", "parts.")  # how names begin of what a job is archived with, and what stays of it
 _ID = re.compile(r"[A-Za-z0-9-]{1,100}")
 """More than any job's id may be."""
 

@@ -35,8 +35,8 @@ def file_sizes(tenant: str) -> str:
 
 
 def add_stored(cell: Cell, tenant: str, what: str, num_bytes: int) -> list[list[Any]]:
-    """The commands that count bytes written; of bytes that were deleted, `num_bytes` is negative. `what`: a job or run, or
-    `records_of` it. Part of the transaction that makes them count or lets them go."""
+    """The commands that count bytes written; of bytes that were deleted, `num_bytes` is negative. `what`: a job or run,
+    `records_of` it, or ARCHIVED. Part of the transaction that makes them count or lets them go."""
     key = cell.stored(tenant)
     return [["HINCRBY", key, what, num_bytes], ["HINCRBY", key, TOTAL, num_bytes]] if num_bytes else []
 
@@ -54,7 +54,7 @@ async def count_again(objects: Objects, redis: Any, cell: Cell, tenant: str, job
     Returns the bytes of its records in the archive, which count once it leaves Redis."""
     records = await objects.sizes(f"records/{tenant}/{cell.base_model}/{job}/")
     versions = await objects.sizes(f"adapters/{tenant}/{job}/")
-    archived = sum(size for path, size in records.items() if any(part in path for part in ARCHIVE_FILES))
+    archived = sum(size for path, size in records.items() if path.partition(f"/{job}/")[2].startswith(ARCHIVE_FILES))
     kept = sum(size for path, size in versions.items() if not path.endswith(MANIFEST))
     for what, num_bytes in ((records_of(job), sum(records.values()) - archived), (job, kept)):
         await redis.register_script(_SET)(keys=[cell.stored(tenant)], args=[what, num_bytes, TOTAL])
@@ -104,8 +104,11 @@ async def listed(objects: Objects, cell: Cell, tenant: str, known: Sequence[str]
     """The fields of `stored:<tenant>` as object storage says. `known`: jobs and runs of this cell that Redis has."""
     found, mine, folder = Counter[str](), {*known}, f"records/{tenant}/{cell.base_model}/"
     for path, num_bytes in (await objects.sizes(folder)).items():
-        job = path.removeprefix(folder).partition("/")[0]
-        found[ARCHIVED if any(part in path for part in ARCHIVE_FILES) else records_of(job)] += num_bytes
+        job, _, file = path.removeprefix(folder).partition("/")
+        if (
+            not (is_archived := file.startswith(ARCHIVE_FILES)) or job not in known
+        ):  # else they count once it leaves Redis
+            found[ARCHIVED if is_archived else records_of(job)] += num_bytes
         mine.add(job)
     folder = f"adapters/{tenant}/"
     for path, num_bytes in (await objects.sizes(folder)).items():

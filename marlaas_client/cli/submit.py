@@ -14,7 +14,7 @@ from marlaas_client.cli.options import Data, Json, Url, connect, connect_operato
 from marlaas_client.cli.output import print_json, say, typed
 from marlaas_client.cli.watch import watch_jobs
 from marlaas_client.client import Client
-from marlaas_client.dataset import TALK, Columns, as_jsonl, rows_of_dataset, rows_of_file
+from marlaas_client.dataset import TABLES, TALK, Columns, as_jsonl, rows_of_dataset, rows_of_file
 from marlaas_client.errors import InvalidInput, Refused
 from marlaas_client.records import Job, Record
 from marlaas_client.submission import Method, content_of, grader_of, request_of
@@ -273,7 +273,7 @@ def upload(client: Client, source: FileSource, columns: Columns) -> str:
     if isinstance(source, DatasetSplit):
         name = re.sub(r"[^\w.-]+", "_", f"{Path(source.dataset).name}-{source.name}.jsonl")
         rows = rows_of_dataset(source.dataset, source.name)
-    elif columns != Columns():
+    elif columns != Columns() or source.suffix.lower() in TABLES:
         name, rows = f"{source.stem}.jsonl", rows_of_file(source)
     else:
         return client.upload(*content_of(source))["id"]

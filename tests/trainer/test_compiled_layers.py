@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from benchmarks._gpu_bases import SHAPES_OF_BASES, Shape, random_decoder, random_modules
 from tests.support import flash
 from tests.support.families import save_family
+from tests.support.launches import Launches, counting
 from tests.trainer.test_modules_backbone import APART, SHARING, assert_alike, make_case, ours
 from trainer_service.backbone.device_kernels import varlen
 from trainer_service.backbone.device_kernels.kernel_choice import compile_layers
@@ -83,8 +84,6 @@ TOKENS, NUM_LAYERS, OUTSIDE = 7432, 28, 20e9
 
 
 def test_a_layer_of_qwen3_launches_few_kernels_that_move_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.launches import Launches, counting  # here: torch's compiler takes a second
-
     flash.use(monkeypatch)
     qwen = SHAPES_OF_BASES["qwen3-0.6b"]
     shape = Shape(replace(qwen.config, num_layers=2, vocab=256), qwen.inner)

@@ -87,9 +87,9 @@ def merge(adapter: Path, base: Path, to: Path) -> list[str]:
     config, factors = read_adapter(adapter)
     theirs = BaseIdentity(digest=str(config.get(DIGEST_FIELD) or ""))
     BaseIdentity(str(base), base_digest(base)).check("the adapter", theirs)
-    shards = sorted(base.glob("model*.safetensors"))
+    shards = sorted(base.glob("*.safetensors"))
     if not shards:
-        raise InvalidInput(f"{base} has no model.safetensors: a base model's weights are needed as safetensors")
+        raise InvalidInput(f"{base} has no *.safetensors: a base model's weights are needed as safetensors")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InvalidInput(f"--merged {to}: there is something already; name a new folder")
     layers, texts = set[str](), [file for pattern in COPIED for file in base.glob(pattern) if file.is_file()]
@@ -146,6 +146,8 @@ def _write_shard(file: Path, factors: Mapping[str, Factors], targets: Collection
 
 def _merge(layer: str, weights: Any, factors: Factors) -> Any:
     """W + scale * B A. Raises InvalidInput for weights that these factors do not fit, and if that is more than the dtype holds."""
+    if factors.a.shape[0] != factors.b.shape[1]:
+        raise _misfit(f"{layer} has factors of two ranks, {factors.a.shape[0]} and {factors.b.shape[1]}")
     more = factors.scale * (factors.b.float() @ factors.a.float())
     if weights.shape != more.shape or weights.dtype.itemsize < 2:
         raise _misfit(

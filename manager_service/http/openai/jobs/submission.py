@@ -62,7 +62,7 @@ Label = Annotated[str, Field(max_length=512)]
 
 
 class JobGiven(Given):
-    """The body. `model` is a base model, or a tuned one, `ft:…`, to go on from; without it the job trains the only base model. Without
+    """The body. `model` is a base model, or a tuned one, `ft:…`, to go on from; else the job trains `tiny`, or the only base. Without
     a `seed` the service chooses one, and returns it.
     """
 
