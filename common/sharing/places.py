@@ -164,9 +164,13 @@ class PerTenant:
         return self._of.setdefault(tenant, asyncio.Semaphore(self._num))
 
 
+EMPTY_ROUNDS = 5
+"""A short call of another tenant takes fourteen rounds. Empty ones cost next to nothing."""
+
+
 class Rounds:
-    """Lets one call of each tenant go on in a round of the event loop: whoever computes for long calls `next` between parts, and
-    others wait for one part of a tenant's at most, however many calls it has. For one event loop."""
+    """Lets one call of each tenant go on in a round of the event loop, and none in the next EMPTY_ROUNDS: whoever computes for long
+    calls `next` between parts, and others wait for few of a tenant's parts, however many calls it has. For one event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in order; no tenant without a call
@@ -181,12 +185,16 @@ class Rounds:
         self._waiting[tenant].append(turn)
         await turn
 
-    def _serve(self, tenant: str) -> None:
+    def _serve(self, tenant: str, empty_rounds: int = 0) -> None:
+        call_soon = asyncio.get_running_loop().call_soon
+        if empty_rounds:
+            call_soon(self._serve, tenant, empty_rounds - 1)
+            return
         waiting = self._waiting[tenant]
         if not (turn := waiting.popleft()).done():  # or its call was cancelled
             turn.set_result(None)
         if waiting:
-            asyncio.get_running_loop().call_soon(self._serve, tenant)
+            call_soon(self._serve, tenant, EMPTY_ROUNDS)
         else:
             del self._waiting[tenant]
 

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
-from common.sharing.places import Places, Rounds
+from common.sharing.places import EMPTY_ROUNDS, Places, Rounds
 
 
 class Clock:
@@ -115,7 +116,7 @@ async def test_a_call_that_is_cancelled_leaves_its_place_to_the_next() -> None:
     assert len(calls.begun) == 4
 
 
-async def test_of_each_tenants_calls_one_goes_on_in_a_round_of_the_event_loop() -> None:
+async def test_of_each_tenants_calls_one_goes_on_in_some_rounds_of_the_event_loop() -> None:
     rounds, at, went = Rounds(), 0, Counter[tuple[str, int]]()
 
     async def compute(tenant: str) -> None:
@@ -131,5 +132,7 @@ async def test_of_each_tenants_calls_one_goes_on_in_a_round_of_the_event_loop() 
         at += 1
         await asyncio.sleep(0)
     assert went.total() == 16 and set(went.values()) == {1}
+    hogs = [at for who, at in went if who == "hog"]
+    assert min(after - before for before, after in pairwise(hogs[:6])) > EMPTY_ROUNDS
     ends = {tenant: max(at for who, at in went if who == tenant) for tenant in ("hog", "small")}
     assert ends["small"] < ends["hog"]
